@@ -1,0 +1,58 @@
+"""Settings of the engine."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from looseleaf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much runs at once.
+
+    `max_running_requests`: requests that hold blocks at the same time; never more than `max_step_tokens`, so that every
+    running request gets at least one token of each step. `max_step_tokens`: tokens computed in one forward pass; longer
+    prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of the model's and the pool's own.
+    `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt + max_tokens
+    at admission (the classical contiguous way); nothing is then ever preempted, and much less fits.
+    """
+
+    max_running_requests: int = 64
+    max_step_tokens: int = 2048
+    max_model_tokens: int | None = None
+    reuse: bool = True
+    reserve_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that no schedule can follow.
+
+        Raises:
+            ConfigError: a value is outside its range; the message names it.
+        """
+        for name in ("max_running_requests", "max_step_tokens", "max_model_tokens"):
+            value = getattr(self, name)
+            if name == "max_model_tokens" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("reuse", "reserve_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, object]) -> EngineConfig:
+        """The configuration that `settings` describe (a parsed file, say).
+
+        Raises:
+            ConfigError: a key is unknown (the nearest name is given), or a value is outside its range.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known settings: {', '.join(known)}"
+                raise ConfigError(f"unknown engine setting {key!r}", hint)
+        return cls(**settings)  # type: ignore[arg-type]  # values are checked one by one in __post_init__

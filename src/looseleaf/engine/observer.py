@@ -1,0 +1,42 @@
+"""What the engine tells whoever measures it: primitive values by keyword, so that no import is needed to implement it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EngineObserver(Protocol):
+    """Receives figures from the engine's own thread. Methods return at once and do not raise."""
+
+    def on_step(
+        self,
+        *,
+        num_scheduled_tokens: int,
+        num_running: int,
+        num_waiting: int,
+        seconds: float,
+        schedule_seconds: float,
+    ) -> None:
+        """One forward pass is done: `seconds` in all, `schedule_seconds` of it before the model ran."""
+        ...
+
+    def on_first_token(self, *, seconds: float) -> None:
+        """A request got its first token, `seconds` after it was added."""
+        ...
+
+    def on_finish(
+        self,
+        *,
+        reason: str,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_output_tokens: int,
+        seconds: float,
+        queue_seconds: float,
+    ) -> None:
+        """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first admission."""
+        ...
+
+    def on_preempt(self, *, num_lost_tokens: int) -> None:
+        """A running request gave its blocks back; `num_lost_tokens` were computed and held by it."""
+        ...
