@@ -1,24 +1,74 @@
-"""The engine in a thread of its own, read from asyncio."""
+"""The engine in a thread of its own, read from asyncio.
+
+    any thread / event loop                         engine thread
+    submit -> Engine.add, mailbox, wake  ------->   step, step, step ... (waits only while there is no request)
+    OutputStream <- mailbox <- call_soon_threadsafe <-- deltas, one call per event loop and step
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
 from types import TracebackType
 
 from looseleaf.engine.engine import Engine
-from looseleaf.engine.request import GenerationRequest, OutputDelta
+from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta, Usage
+from looseleaf.errors import DuplicateRequest, LifecycleError, LooseleafError, ModelError
+
+
+class _Mailbox:
+    """Deltas of one request between the two threads. The engine's side holds this, never the stream: so a stream that is
+    dropped can be noticed."""
+
+    __slots__ = ("deltas", "is_complete", "loop", "request_id", "waiter")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.deltas: deque[OutputDelta] = deque()
+        self.is_complete = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: OutputDelta) -> None:
+        """Engine's thread: add a delta."""
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self.is_complete = True
+
+    def wake(self) -> None:
+        """Event loop's thread: let the reader look again."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Event loop's thread: until `wake`, unless there is something already."""
+        self.loop = asyncio.get_running_loop()
+        self.waiter = self.loop.create_future()
+        try:
+            if not self.deltas:  # looked at after loop and waiter are set: a put from now on wakes us
+                await self.waiter
+        finally:
+            self.waiter = None
 
 
 class OutputStream:
     """Async iterator over the deltas of one request; ends after the delta with a `finish_reason`.
 
     Leaving it early ends the request: `aclose()`, `async with`, a cancelled `__anext__`, or dropping the last reference.
-    After the last delta none of these does anything.
+    After the last delta was produced none of these does anything. One reader at a time.
     """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, mailbox: _Mailbox) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._mailbox = mailbox
+        self._is_closed = False
 
     @property
     def request_id(self) -> str:
         """The request that this stream belongs to."""
-        raise RuntimeError("not written yet")
+        return self._request_id
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -30,15 +80,25 @@ class OutputStream:
             StopAsyncIteration: the last delta was given.
             asyncio.CancelledError: this wait was cancelled; the request is aborted.
         """
-        raise RuntimeError("not written yet")
+        while not self._is_closed:
+            if self._mailbox.deltas:
+                delta = self._mailbox.deltas.popleft()
+                self._is_closed = delta.finish_reason is not None
+                return delta
+            try:
+                await self._mailbox.wait()
+            except asyncio.CancelledError:
+                self._leave()
+                raise
+        raise StopAsyncIteration
 
     def abort(self) -> bool:
         """End the request at the next step; a last delta with ABORT follows. False if it has ended already."""
-        raise RuntimeError("not written yet")
+        return not self._is_closed and not self._mailbox.is_complete and self._engine.abort(self._request_id)
 
     async def aclose(self) -> None:
         """Leave: abort unless the last delta was produced. Nothing more is given."""
-        raise RuntimeError("not written yet")
+        self._leave()
 
     async def __aenter__(self) -> OutputStream:
         return self
@@ -46,7 +106,14 @@ class OutputStream:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.aclose()
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.abort()
+        self._is_closed = True
 
 
 class AsyncEngine:
@@ -57,6 +124,11 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._changed = threading.Condition()  # its lock is re-entrant: a stream may be dropped anywhere
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._failure: BaseException | None = None
 
     @property
     def engine(self) -> Engine:
@@ -66,7 +138,7 @@ class AsyncEngine:
     @property
     def failure(self) -> BaseException | None:
         """What ended the engine's thread, if it died; None in normal life (also after `stop`)."""
-        raise RuntimeError("not written yet")
+        return self._failure
 
     def start(self) -> None:
         """Start the thread; a second call does nothing.
@@ -74,11 +146,23 @@ class AsyncEngine:
         Raises:
             LifecycleError: it was stopped before.
         """
-        raise RuntimeError("not written yet")
+        with self._changed:
+            if self._is_stopping:
+                raise LifecycleError("the engine was stopped", "make a new AsyncEngine")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="looseleaf-engine", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Finish the step that runs, abort what is left (each stream gets a last delta), end the thread. Idempotent."""
-        raise RuntimeError("not written yet")
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        elif self._mailboxes:  # never started: what was submitted ends here
+            self._abort_all()
 
     def submit(self, request: GenerationRequest) -> OutputStream:
         """Queue a request; callable from any thread and from an event loop; does not wait.
@@ -87,11 +171,22 @@ class AsyncEngine:
             PromptTooLong, InvalidTokens, DuplicateRequest: as `Engine.add`, at once.
             LifecycleError: the engine is stopped or died.
         """
-        raise RuntimeError("not written yet")
+        mailbox = _Mailbox(request.request_id)
+        with self._changed:
+            if self._failure is not None:
+                raise LifecycleError(f"the engine died: {type(self._failure).__name__}: {self._failure}")
+            if self._is_stopping:
+                raise LifecycleError("the engine is stopped")
+            if request.request_id in self._mailboxes:  # its last delta is still on the way
+                raise DuplicateRequest(request.request_id)
+            self._engine.add(request)
+            self._mailboxes[request.request_id] = mailbox
+            self._changed.notify_all()
+        return OutputStream(self, request.request_id, mailbox)
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""
-        raise RuntimeError("not written yet")
+        return self._engine.abort(request_id)
 
     def __enter__(self) -> AsyncEngine:
         self.start()
@@ -101,3 +196,58 @@ class AsyncEngine:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+    # -- the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._deliver(self._engine.step())
+            self._abort_all()
+        except BaseException as error:
+            self._die(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until a request is there; False when it is time to stop."""
+        with self._changed:
+            while not self._is_stopping and not self._engine.has_work:
+                self._changed.wait()
+            return not self._is_stopping
+
+    def _abort_all(self) -> None:
+        for request_id in self._engine.request_ids:
+            self._engine.abort(request_id)
+        self._deliver(self._engine.step())
+
+    def _die(self, error: BaseException) -> None:
+        """Tell everybody who waits; the engine's state can't be trusted any more."""
+        cause = error if isinstance(error, LooseleafError) else ModelError(f"the engine died: {error!r}")
+        with self._changed:
+            self._failure = error
+            left = list(self._mailboxes)
+        usage = Usage(0, 0, 0)
+        self._deliver([OutputDelta(name, "", (), (), FinishReason.ERROR, usage, cause) for name in left])
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        to_wake: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+        with self._changed:
+            for delta in deltas:
+                mailbox = self._mailboxes.get(delta.request_id)
+                if mailbox is None:  # added to the engine directly: nobody reads it here
+                    continue
+                if delta.finish_reason is not None:
+                    del self._mailboxes[delta.request_id]
+                mailbox.put(delta)
+                if mailbox.loop is not None:
+                    to_wake.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, mailboxes in to_wake.items():
+            try:
+                loop.call_soon_threadsafe(_wake_all, mailboxes)
+            except RuntimeError:  # that event loop is closed: nobody reads these any more
+                for mailbox in mailboxes:
+                    self._engine.abort(mailbox.request_id)
+
+
+def _wake_all(mailboxes: list[_Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

@@ -1,0 +1,72 @@
+"""From a step plan to the flat arrays of a `StepBatch`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from looseleaf.engine.runner import StepBatch
+from looseleaf.engine.scheduler import Chunk, StepPlan
+from looseleaf.engine.sequence import Sequence
+from looseleaf.ids import Int32Array, Int64Array
+
+
+def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
+    """The arrays of `plan`: decodes first (one token each), then chunks, in the plan's order.
+
+    Block tables are read from the leases here, after all reservations; a later commit may change them, so a batch is good
+    for one step.
+    """
+    decodes, chunks = plan.decodes, plan.chunks
+    sequences = plan.sequences
+    num_decodes = len(decodes)
+    tables = tuple(_table(sequence) for sequence in sequences)
+    token_ids, positions, slots = _decode_arrays(plan)
+    if chunks:
+        spans = [_chunk_arrays(chunk, tables[num_decodes + i], block_tokens) for i, chunk in enumerate(chunks)]
+        token_ids = np.concatenate([token_ids, *(span[0] for span in spans)])
+        positions = np.concatenate([positions, *(span[1] for span in spans)])
+        slots = np.concatenate([slots, *(span[2] for span in spans)])
+    lengths = np.ones(len(sequences) + 1, np.int32)
+    lengths[0] = 0
+    lengths[num_decodes + 1 :] = [chunk.num_tokens for chunk in chunks]
+    query_starts = np.cumsum(lengths, dtype=np.int32)
+    sampled = np.fromiter(
+        (*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if is_sampled(chunk))), np.int32
+    )
+    return StepBatch(
+        request_ids=tuple(sequence.request_id for sequence in sequences),
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        query_starts=query_starts,
+        num_context_tokens=positions[query_starts[:-1]].astype(np.int32),
+        block_tables=tables,
+        sampled=sampled,
+        sampling=tuple(sequences[i].sampling_row() for i in sampled.tolist()),
+    )
+
+
+def is_sampled(chunk: Chunk) -> bool:
+    """True if the chunk ends its prefill and the request wants a token."""
+    return chunk.is_last and chunk.sequence.request.params.max_tokens > 0
+
+
+def _table(sequence: Sequence) -> Int32Array:
+    if sequence.lease is None:
+        raise RuntimeError(f"request {sequence.request_id!r} is in a step plan without a lease")
+    return sequence.lease.block_table
+
+
+def _decode_arrays(plan: StepPlan) -> tuple[Int64Array, Int64Array, Int64Array]:
+    num_decodes = len(plan.decodes)
+    token_ids = np.fromiter((sequence.last_token for sequence in plan.decodes), np.int64, num_decodes)
+    positions = np.fromiter((sequence.num_tokens for sequence in plan.decodes), np.int64, num_decodes) - 1
+    return token_ids, positions, plan.decode_slots
+
+
+def _chunk_arrays(chunk: Chunk, table: Int32Array, block_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    end = chunk.start + chunk.num_tokens
+    token_ids = chunk.sequence.tokens[chunk.start : end].astype(np.int64)
+    positions = np.arange(chunk.start, end, dtype=np.int64)
+    slots = table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+    return token_ids, positions, slots

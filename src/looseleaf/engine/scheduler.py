@@ -1,0 +1,220 @@
+"""What to compute in the next step, and who may hold blocks.
+
+Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows), then
+admissions, first come first served. A request is admitted when its whole known sequence and one token more can be
+reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest arrival gives its blocks
+back (preemption by recompute) and goes to the front of the queue, which so stays in order of arrival:
+
+    running, by arrival            waiting, by arrival
+    [ 1  2  5  6 ......... k ]     [ k+1 (preempted)  k+2 (preempted)  k+3  k+4 ...]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from looseleaf.core.manager import CacheManager
+from looseleaf.engine.config import EngineConfig
+from looseleaf.engine.request import FinishReason
+from looseleaf.engine.sequence import Sequence
+from looseleaf.errors import LooseleafError, OutOfBlocks
+from looseleaf.ids import Int64Array
+
+_NO_SLOTS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start : start + num_tokens` of a sequence's known tokens, to compute in one step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """True if all known tokens are computed after this chunk."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A sequence that ended while the plan was made; it is neither running nor waiting any more."""
+
+    sequence: Sequence
+    reason: FinishReason
+    error: LooseleafError | None = None
+
+
+@dataclass
+class StepPlan:
+    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
+
+    `decode_slots`: int64 [len(decodes)], where the K and V of the decode tokens go.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    decode_slots: Int64Array = field(default_factory=lambda: _NO_SLOTS)
+    chunks: list[Chunk] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences of the step, decodes first: the rows of the batch."""
+        return self.decodes + [chunk.sequence for chunk in self.chunks]
+
+
+class Scheduler:
+    """Queue, running set and their leases. Used from the engine's thread only.
+
+    `limit_tokens`: most tokens of one sequence. `on_preempt(num_lost_tokens)` is called for each preemption.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        config: EngineConfig,
+        limit_tokens: int,
+        clock: Callable[[], float],
+        on_preempt: Callable[[int], None],
+    ) -> None:
+        self._cache = cache
+        self._config = config
+        self._limit_tokens = limit_tokens
+        self._clock = clock
+        self._on_preempt = on_preempt
+        self._max_running = min(config.max_running_requests, config.max_step_tokens)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put a new request at the end of the queue."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of queue or running set and release what it holds; nothing happens if it is in neither."""
+        if sequence.lease is not None:
+            self._release(sequence)
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def plan(self) -> StepPlan:
+        """Decide the next step: appends the tokens of decodes to their leases, makes and releases leases.
+
+        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing runs, heads of
+        the queue that can't be admitted end with ERROR until one can.
+        """
+        plan = StepPlan()
+        num_running_before = len(self.running)
+        self._plan_decodes(plan)
+        budget = self._config.max_step_tokens - len(plan.decodes)
+        for sequence in self.running:
+            if not sequence.is_decoding and budget > 0:
+                budget -= self._add_chunk(plan, sequence, budget)
+        if len(self.running) == num_running_before or not self.running:
+            self._admit(plan, budget)
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        """Give every decoding sequence room for its newest token, preempting latest arrivals until that works."""
+        while True:
+            decodes = [sequence for sequence in self.running if sequence.is_decoding]
+            if not decodes:
+                return
+            leases = [sequence.lease for sequence in decodes if sequence.lease is not None]
+            tokens = np.fromiter((sequence.last_token for sequence in decodes), np.int32, len(decodes))
+            try:
+                plan.decode_slots = self._cache.append_many(leases, tokens)
+            except OutOfBlocks:
+                self._make_room(plan)
+            else:
+                plan.decodes = decodes
+                return
+
+    def _make_room(self, plan: StepPlan) -> None:
+        victim = self.running[-1]
+        if len(self.running) == 1:  # alone: recomputing would end at the same place
+            self._release(victim)
+            self.running.clear()
+            plan.endings.append(Ending(victim, FinishReason.LENGTH))
+            return
+        num_lost_tokens = victim.num_computed_tokens
+        self._release(victim)
+        self.running.pop()
+        self.waiting.appendleft(victim)
+        self._on_preempt(num_lost_tokens)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            sequence.lease.release()
+        sequence.lease = None
+        sequence.num_computed_tokens = 0
+        sequence.is_decoding = False
+
+    def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        start = sequence.num_computed_tokens
+        num_tokens = min(sequence.num_tokens - start, budget)
+        plan.chunks.append(Chunk(sequence, start, num_tokens))
+        return num_tokens
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting[0]
+            try:
+                if not self._try_admit(sequence, must=not self.running):
+                    return
+            except LooseleafError as error:
+                self.waiting.popleft()
+                plan.endings.append(Ending(sequence, FinishReason.ERROR, error))
+                continue
+            self.waiting.popleft()
+            self.running.append(sequence)
+            budget -= self._add_chunk(plan, sequence, budget)
+
+    def _try_admit(self, sequence: Sequence, must: bool) -> bool:
+        """Match, hold and reserve all that the sequence needs, or nothing.
+
+        Raises:
+            OutOfBlocks: it does not fit and `must` says that waiting would not help. Nothing is held then.
+            DuplicateRequest: somebody else holds a lease of this id.
+        """
+        is_first = sequence.admitted_seconds is None
+        lease = self._cache.lease(
+            sequence.tokens,
+            request_id=sequence.request_id,
+            namespace=sequence.request.namespace,
+            count_lookup=is_first,
+            reuse=self._config.reuse and sequence.request.reuse,
+        )
+        num_wanted_tokens = self._num_reserved_tokens(sequence)
+        try:
+            if must:
+                lease.reserve(num_wanted_tokens)
+            elif not lease.try_reserve(num_wanted_tokens):
+                lease.release()
+                return False
+        except LooseleafError:
+            lease.release()
+            raise
+        sequence.lease = lease
+        sequence.num_computed_tokens = lease.num_cached_tokens
+        if is_first:
+            sequence.admitted_seconds = self._clock()
+            sequence.num_cached_tokens = lease.num_cached_tokens
+        return True
+
+    def _num_reserved_tokens(self, sequence: Sequence) -> int:
+        max_tokens = sequence.request.params.max_tokens
+        if self._config.reserve_output:
+            return min(sequence.num_prompt_tokens + max_tokens, self._limit_tokens)
+        return sequence.num_tokens + (1 if max_tokens else 0)

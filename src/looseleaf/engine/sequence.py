@@ -1,0 +1,181 @@
+"""One request inside the engine: its tokens, how far they are computed, and the text that waits to be given out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.lease import Lease
+from looseleaf.engine.detokenizer import Detokenizer, TextPiece
+from looseleaf.engine.draws import UniformDraws
+from looseleaf.engine.request import GenerationRequest, Usage
+from looseleaf.engine.sampling import SamplingRow, TokenLogprobs
+from looseleaf.engine.stop import StopMatcher
+from looseleaf.engine.tokenizer import Tokenizer
+from looseleaf.ids import Int32Array
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NUM_PROMPT_TAIL_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class GivenOut:
+    """What the text buffer gives out: the tokens, their text and their log-probabilities (empty if not asked for)."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    is_stopped: bool = False
+
+    def joined(self, later: GivenOut) -> GivenOut:
+        """This and then `later`, as one."""
+        return GivenOut(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.is_stopped or later.is_stopped,
+        )
+
+
+NOTHING = GivenOut()
+
+
+class OutputText:
+    """Generated tokens on their way out: text, tokens and log-probabilities are held back together or not at all."""
+
+    __slots__ = ("_detokenizer", "_logprobs", "_stops", "_tokens")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: AbstractSequence[int], stops: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_tail)
+        self._stops = StopMatcher(stops)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> GivenOut:
+        """Add a token; what may be given out now."""
+        self._tokens.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        piece = self._detokenizer.push(token_id)
+        if piece is None:
+            return NOTHING
+        given, is_stopped = self._stops.push(piece)
+        return self._take(given, is_stopped)
+
+    def flush(self) -> GivenOut:
+        """Give out all that is held: the sequence has ended. An open character may complete a stop string still."""
+        piece = self._detokenizer.flush()
+        if piece is None:
+            return self._take(self._stops.flush(), False)
+        given, is_stopped = self._stops.push(piece)
+        if not is_stopped:
+            rest = self._stops.flush()
+            given = TextPiece(given.num_tokens + rest.num_tokens, given.text + rest.text)
+        return self._take(given, is_stopped)
+
+    def _take(self, piece: TextPiece, is_stopped: bool) -> GivenOut:
+        num_tokens, text = piece
+        if num_tokens == 0 and not is_stopped:
+            return NOTHING
+        given = GivenOut(text, tuple(self._tokens[:num_tokens]), tuple(self._logprobs[:num_tokens]), is_stopped)
+        if is_stopped:
+            self._tokens.clear()
+            self._logprobs.clear()
+        else:
+            del self._tokens[:num_tokens]
+            del self._logprobs[:num_tokens]
+        return given
+
+
+class Sequence:
+    """State of one request; made at `add`, owned by the engine's thread from the next step on.
+
+        prompt and generated tokens       [0 ............ num_prompt_tokens ............ num_tokens)
+        K and V are in blocks and committed  [0 .... num_computed_tokens)
+
+    It owns a lease exactly while it runs: `lease is None` for all that wait (a waiting request owns no blocks).
+    `is_decoding`: all tokens but the last one are computed, so each step computes one more.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_draws",
+        "_greedy_row",
+        "added_seconds",
+        "admitted_seconds",
+        "is_aborted",
+        "is_decoding",
+        "lease",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "output",
+        "request",
+    )
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, now_seconds: float) -> None:
+        params = request.params
+        prompt = request.prompt_tokens
+        self.request = request
+        self.added_seconds = now_seconds
+        self.admitted_seconds: float | None = None
+        self.lease: Lease | None = None
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(prompt)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.is_decoding = False
+        self.is_aborted = False
+        self.output = OutputText(tokenizer, prompt[-_NUM_PROMPT_TAIL_TOKENS:].tolist(), params.stop)
+        self._buffer = prompt
+        self._draws = UniformDraws(secrets.randbits(63) if params.seed is None else params.seed)
+        plain_greedy = params.is_greedy and not params.needs_history
+        self._greedy_row = SamplingRow(params, 0.0, _NO_TOKENS, _NO_TOKENS) if plain_greedy else None
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def tokens(self) -> Int32Array:
+        """Prompt and generated tokens, int32 [num_tokens]; a view."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def last_token(self) -> int:
+        """The newest token, which the next decode step computes."""
+        return int(self._buffer[self.num_tokens - 1])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of this request up to now."""
+        return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_tokens - self.num_prompt_tokens)
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token (its K and V are not computed yet)."""
+        if self.num_tokens == len(self._buffer):
+            room = np.empty(max(64, self.num_tokens // 2), np.int32)
+            self._buffer = np.concatenate((self._buffer, room))
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def sampling_row(self) -> SamplingRow:
+        """How the token at position `num_tokens` is to be drawn: the same whatever ran in between."""
+        if self._greedy_row is not None:
+            return self._greedy_row
+        params = self.request.params
+        uniform = 0.0 if params.is_greedy else self._draws.at(self.num_tokens)
+        if not params.needs_history:
+            return SamplingRow(params, uniform, _NO_TOKENS, _NO_TOKENS)
+        prompt, generated = np.split(self.tokens, [self.num_prompt_tokens])
+        return SamplingRow(params, uniform, prompt, generated)
