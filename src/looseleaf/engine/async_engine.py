@@ -1,8 +1,10 @@
 """The engine in a thread of its own, read from asyncio.
 
-    any thread / event loop                         engine thread
-    submit -> Engine.add, mailbox, wake  ------->   step, step, step ... (waits only while there is no request)
+    any thread, event loop                        engine thread
+    submit: Engine.add, mailbox, notify  ----->   step, step, step ... (waits only while there is no request)
     OutputStream <- mailbox <- call_soon_threadsafe <-- deltas, one call per event loop and step
+
+The event loop never waits for a step: the locks it takes are held for bookkeeping only.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from looseleaf.errors import DuplicateRequest, LifecycleError, LooseleafError, M
 
 
 class _Mailbox:
-    """Deltas of one request between the two threads. The engine's side holds this, never the stream: so a stream that is
-    dropped can be noticed."""
+    """Deltas of one request between the two threads. The engine's side holds this, never the stream: so a
+    stream that is dropped can be noticed."""
 
     __slots__ = ("deltas", "is_complete", "loop", "request_id", "waiter")
 
@@ -55,8 +57,8 @@ class _Mailbox:
 class OutputStream:
     """Async iterator over the deltas of one request; ends after the delta with a `finish_reason`.
 
-    Leaving it early ends the request: `aclose()`, `async with`, a cancelled `__anext__`, or dropping the last reference.
-    After the last delta was produced none of these does anything. One reader at a time.
+    Leaving it early ends the request: `aclose()`, `async with`, a cancelled `__anext__`, or dropping the last
+    reference. After the last delta was produced none of these does anything. One reader at a time.
     """
 
     def __init__(self, engine: AsyncEngine, request_id: str, mailbox: _Mailbox) -> None:
@@ -93,7 +95,8 @@ class OutputStream:
         raise StopAsyncIteration
 
     def abort(self) -> bool:
-        """End the request at the next step; a last delta with ABORT follows. False if it has ended already."""
+        """End the request at the next step; a last delta with ABORT follows. False if it has ended
+        already."""
         return not self._is_closed and not self._mailbox.is_complete and self._engine.abort(self._request_id)
 
     async def aclose(self) -> None:
@@ -132,7 +135,8 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine inside: its `num_running`, `num_waiting`, `max_model_tokens` may be read from any thread."""
+        """The engine inside: its `num_running`, `num_waiting`, `max_model_tokens` may be read from any
+        thread."""
         return self._engine
 
     @property
@@ -154,7 +158,8 @@ class AsyncEngine:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Finish the step that runs, abort what is left (each stream gets a last delta), end the thread. Idempotent."""
+        """Finish the step that runs, abort what is left (each stream gets a last delta), end the thread.
+        Idempotent."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -197,7 +202,7 @@ class AsyncEngine:
     ) -> None:
         self.stop()
 
-    # -- the engine's thread --------------------------------------------------------------------------------------
+    # -- the engine's thread --
 
     def _run(self) -> None:
         try:
@@ -241,11 +246,14 @@ class AsyncEngine:
                 if mailbox.loop is not None:
                     to_wake.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in to_wake.items():
-            try:
-                loop.call_soon_threadsafe(_wake_all, mailboxes)
-            except RuntimeError:  # that event loop is closed: nobody reads these any more
-                for mailbox in mailboxes:
-                    self._engine.abort(mailbox.request_id)
+            self._wake(loop, mailboxes)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop, mailboxes: list[_Mailbox]) -> None:
+        try:
+            loop.call_soon_threadsafe(_wake_all, mailboxes)
+        except RuntimeError:  # that event loop is closed: nobody reads these any more
+            for mailbox in mailboxes:
+                self._engine.abort(mailbox.request_id)
 
 
 def _wake_all(mailboxes: list[_Mailbox]) -> None:

@@ -13,8 +13,8 @@ from looseleaf.ids import Int32Array, Int64Array
 def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     """The arrays of `plan`: decodes first (one token each), then chunks, in the plan's order.
 
-    Block tables are read from the leases here, after all reservations; a later commit may change them, so a batch is good
-    for one step.
+    Block tables are read from the leases here, after all reservations; a later commit may change them, so a
+    batch is good for one step.
     """
     decodes, chunks = plan.decodes, plan.chunks
     sequences = plan.sequences
@@ -31,7 +31,8 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     lengths[num_decodes + 1 :] = [chunk.num_tokens for chunk in chunks]
     query_starts = np.cumsum(lengths, dtype=np.int32)
     sampled = np.fromiter(
-        (*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if is_sampled(chunk))), np.int32
+        (*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)),
+        np.int32,
     )
     return StepBatch(
         request_ids=tuple(sequence.request_id for sequence in sequences),
@@ -44,11 +45,6 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         sampled=sampled,
         sampling=tuple(sequences[i].sampling_row() for i in sampled.tolist()),
     )
-
-
-def is_sampled(chunk: Chunk) -> bool:
-    """True if the chunk ends its prefill and the request wants a token."""
-    return chunk.is_last and chunk.sequence.request.params.max_tokens > 0
 
 
 def _table(sequence: Sequence) -> Int32Array:
@@ -65,8 +61,7 @@ def _decode_arrays(plan: StepPlan) -> tuple[Int64Array, Int64Array, Int64Array]:
 
 
 def _chunk_arrays(chunk: Chunk, table: Int32Array, block_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    end = chunk.start + chunk.num_tokens
-    token_ids = chunk.sequence.tokens[chunk.start : end].astype(np.int64)
-    positions = np.arange(chunk.start, end, dtype=np.int64)
+    token_ids = chunk.sequence.tokens[chunk.start : chunk.end].astype(np.int64)
+    positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
     slots = table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
     return token_ids, positions, slots

@@ -13,11 +13,13 @@ from looseleaf.errors import ConfigError
 class EngineConfig:
     """How much runs at once.
 
-    `max_running_requests`: requests that hold blocks at the same time; never more than `max_step_tokens`, so that every
-    running request gets at least one token of each step. `max_step_tokens`: tokens computed in one forward pass; longer
-    prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of the model's and the pool's own.
-    `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt + max_tokens
-    at admission (the classical contiguous way); nothing is then ever preempted, and much less fits.
+    `max_running_requests`: requests that hold blocks at the same time; never more than `max_step_tokens`, so
+    that every running request gets at least one token of each step. `max_step_tokens`: tokens computed in one
+    forward pass; longer prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of
+    the model's and the pool's own.
+    `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt +
+    max_tokens at admission (the classical contiguous way); nothing is then ever preempted, and much less
+    fits.
     """
 
     max_running_requests: int = 64

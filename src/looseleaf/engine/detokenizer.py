@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time, never a part of a character.
 
-A token alone often has no text of its own: byte-level tokens hold parts of a UTF-8 character, and sentencepiece-like
-tokens show their leading space only after another token. So new tokens are decoded behind a short *window* of tokens
-that were given out before, and what they add to the window's text is their text:
+A token alone often has no text of its own: byte-level tokens hold parts of a UTF-8 character, and
+sentencepiece-like tokens show their leading space only after another token. So new tokens are decoded behind
+a short *window* of tokens that were given out before, and what they add to the window's text is their text:
 
     prompt tail / given out          new
     [ window ....................)[ pending ........)     text = decode(window + pending) - decode(window)

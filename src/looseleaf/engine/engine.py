@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from looseleaf.core.manager import CacheManager
-from looseleaf.engine.batch_builder import build_batch, is_sampled
+from looseleaf.engine.batch_builder import build_batch
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
@@ -23,11 +23,11 @@ from looseleaf.errors import DuplicateRequest, InvalidTokens, LooseleafError, Mo
 class Engine:
     """Continuous batching over paged memory.
 
-    `add` and `abort` may be called from any thread, also while a step runs; `step` from one thread only. `cache` may be
-    shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
+    `add` and `abort` may be called from any thread, also while a step runs; `step` from one thread only.
+    `cache` may be shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
 
-    Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to waiting.
-    Finishing and aborting exclude each other: exactly one last delta comes of every request.
+    Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to
+    waiting. Finishing and aborting exclude each other: exactly one last delta comes of every request.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Engine:
             limits.append((config.max_model_tokens, "max_model_tokens"))
         self._limit_tokens, self._limited_by = min(limits)
         self._scheduler = Scheduler(cache, config, self._limit_tokens, clock, self._tell_preempt)
-        # Guards the three below; never held while the model runs. Re-entrant, since dropping a stream aborts, and the
-        # garbage collector may do that anywhere.
+        # Guards the three below; never held while the model runs. Re-entrant, since dropping a stream aborts,
+        # and the garbage collector may do that anywhere.
         self._lock = threading.RLock()
         self._sequences: dict[str, Sequence] = {}
         self._arriving: deque[Sequence] = deque()
@@ -65,7 +65,8 @@ class Engine:
 
     @property
     def max_model_tokens(self) -> int:
-        """Most tokens (prompt + output) that one request can have: the least of model, configuration and pool."""
+        """Most tokens (prompt + output) that one request can have: the least of model, configuration and
+        pool."""
         return self._limit_tokens
 
     @property
@@ -116,7 +117,8 @@ class Engine:
             self._arriving.append(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a request at the next `step`, whatever its stage; its blocks are then free and its last delta says ABORT.
+        """End a request at the next `step`, whatever its stage; its blocks are then free and its last delta
+        says ABORT.
 
         True if this call is what ends it; False if it is unknown, finished, or aborted before.
         """
@@ -131,7 +133,8 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Do one forward pass; at most one delta per request. Without work it does nothing.
 
-        An exception of the runner ends the requests of this step with ERROR; none of their tokens are committed.
+        An exception of the runner ends the requests of this step with ERROR; none of their tokens are
+        committed.
         """
         started = self._clock()
         deltas: list[OutputDelta] = []
@@ -156,7 +159,7 @@ class Engine:
         self._tell_step(len(batch.token_ids), started, scheduled)
         return deltas
 
-    # -- intake and ends ------------------------------------------------------------------------------------------
+    # -- intake and ends --
 
     def _take_in(self, deltas: list[OutputDelta]) -> None:
         """Move what other threads left here to the scheduler: arrivals to the queue, aborted requests out."""
@@ -177,7 +180,8 @@ class Engine:
         given: GivenOut = NOTHING,
         error: LooseleafError | None = None,
     ) -> None:
-        """Release, forget, and write the last delta; if the request was aborted meanwhile, that abort ends it instead."""
+        """Release, forget, and write the last delta; if the request was aborted meanwhile, that abort ends
+        it instead."""
         with self._lock:
             if sequence.is_aborted and reason is not FinishReason.ABORT:
                 return
@@ -190,13 +194,13 @@ class Engine:
         deltas.append(self._delta(sequence, given, reason, error))
         self._tell_finish(sequence, reason)
 
-    # -- after the model ran --------------------------------------------------------------------------------------
+    # -- after the model ran --
 
     def _checked(self, batch: StepBatch, output: StepOutput) -> StepOutput:
         num_sampled, ids = len(batch.sampled), output.token_ids
         if len(ids) != num_sampled or len(output.logprobs) != num_sampled:
             raise ModelError(f"the model runner gave {len(ids)} tokens where {num_sampled} were asked for")
-        if num_sampled and not (0 <= int(ids.min()) and int(ids.max()) < self._vocab_size):
+        if num_sampled and (ids.min() < 0 or ids.max() >= self._vocab_size):
             raise ModelError(f"the model runner gave a token outside the vocabulary of {self._vocab_size} tokens")
         return output
 
@@ -209,7 +213,8 @@ class Engine:
             self._finish(deltas, sequence, FinishReason.ERROR, error=error)
 
     def _commit(self, plan: StepPlan) -> None:
-        """What the step computed is written: make it shareable, but for requests that were aborted meanwhile."""
+        """What the step computed is written: make it shareable, but for requests that were aborted
+        meanwhile."""
         decoded = [sequence for sequence in plan.decodes if not sequence.is_aborted]
         if decoded:
             self._cache.commit_many([sequence.lease for sequence in decoded if sequence.lease is not None])
@@ -218,18 +223,17 @@ class Engine:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.lease is not None and not sequence.is_aborted:
-                sequence.lease.commit(chunk.start + chunk.num_tokens)
-                sequence.num_computed_tokens = chunk.start + chunk.num_tokens
-                sequence.is_decoding = is_sampled(chunk)
+                sequence.lease.commit(chunk.end)
+                sequence.num_computed_tokens = chunk.end
+                sequence.is_decoding = chunk.is_sampled
 
     def _give_out(self, deltas: list[OutputDelta], plan: StepPlan, output: StepOutput) -> None:
-        prefilled = [chunk for chunk in plan.chunks if chunk.is_last]
-        sampled = plan.decodes + [chunk.sequence for chunk in prefilled if is_sampled(chunk)]
+        sampled = plan.decodes + [chunk.sequence for chunk in plan.chunks if chunk.is_sampled]
         for sequence, token, logprobs in zip(sampled, output.token_ids.tolist(), output.logprobs, strict=True):
             if not sequence.is_aborted:
                 self._advance(deltas, sequence, token, logprobs)
-        for chunk in prefilled:
-            if not is_sampled(chunk):
+        for chunk in plan.chunks:
+            if chunk.is_last and not chunk.is_sampled:
                 self._finish(deltas, chunk.sequence, FinishReason.LENGTH)
 
     def _advance(
@@ -260,7 +264,7 @@ class Engine:
             sequence.request_id, given.text, given.token_ids, given.logprobs, reason, sequence.usage, error
         )
 
-    # -- figures --------------------------------------------------------------------------------------------------
+    # -- figures --
 
     def _tell_step(self, num_scheduled_tokens: int, started: float, scheduled: float) -> None:
         if self._observer is not None:

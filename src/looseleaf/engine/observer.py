@@ -1,4 +1,5 @@
-"""What the engine tells whoever measures it: primitive values by keyword, so that no import is needed to implement it."""
+"""What the engine tells whoever measures it: primitive values by keyword, so that no import is needed to
+implement it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class EngineObserver(Protocol):
         seconds: float,
         queue_seconds: float,
     ) -> None:
-        """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first admission."""
+        """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first
+        admission."""
         ...
 
     def on_preempt(self, *, num_lost_tokens: int) -> None:

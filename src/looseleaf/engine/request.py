@@ -32,9 +32,9 @@ class FinishReason(str, Enum):
 class GenerationRequest:
     """One prompt to continue.
 
-    `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the prefix tree that
-    it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a prefill: no token is generated, the
-    full blocks of the prompt are cached.
+    `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the
+    prefix tree that it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a
+    prefill: no token is generated, the full blocks of the prompt are cached.
     """
 
     request_id: RequestId
@@ -74,7 +74,8 @@ class Usage:
     """Tokens of one request up to now.
 
     `num_cached_tokens`: prompt tokens found in the cache at the first admission (0 before it, at most
-    `num_prompt_tokens - 1`). `num_output_tokens`: tokens generated, those of a stop string and the end token included.
+    `num_prompt_tokens - 1`). `num_output_tokens`: tokens generated, those of a stop string and the end token
+    included.
     """
 
     num_prompt_tokens: int
@@ -86,10 +87,11 @@ class Usage:
 class OutputDelta:
     """What one step adds to one request.
 
-    `text` is the decoded text of `token_ids`, exactly: text that waits (a character not whole yet, a possible stop string)
-    keeps its tokens back too. The one exception: the token in which a stop string begins is given with the text before it.
-    End tokens and tokens of a stop string are not given. `logprobs` has an entry for each of `token_ids` if the request
-    asked for them, else it is empty. The last delta of a request has `finish_reason`; `error` comes with ERROR.
+    `text` is the decoded text of `token_ids`, exactly: text that waits (a character not whole yet, a possible
+    stop string) keeps its tokens back too. The one exception: the token in which a stop string begins is
+    given with the text before it. End tokens and tokens of a stop string are not given. `logprobs` has an
+    entry for each of `token_ids` if the request asked for them, else it is empty. The last delta of a request
+    has `finish_reason`; `error` comes with ERROR.
     """
 
     request_id: RequestId

@@ -1,9 +1,10 @@
 """What to compute in the next step, and who may hold blocks.
 
-Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows), then
-admissions, first come first served. A request is admitted when its whole known sequence and one token more can be
-reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest arrival gives its blocks
-back (preemption by recompute) and goes to the front of the queue, which so stays in order of arrival:
+Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows),
+then admissions, first come first served. A request is admitted when its whole known sequence and one token
+more can be reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest
+arrival gives its blocks back (preemption by recompute) and goes to the front of the queue, which so stays in
+order of arrival:
 
     running, by arrival            waiting, by arrival
     [ 1  2  5  6 ......... k ]     [ k+1 (preempted)  k+2 (preempted)  k+3  k+4 ...]
@@ -29,16 +30,22 @@ _NO_SLOTS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start : start + num_tokens` of a sequence's known tokens, to compute in one step."""
+    """Tokens `start : end` of a sequence's known tokens, to compute in one step.
+
+    `is_last`: they are the last ones known, so the next token could be sampled; `is_sampled`: and it is
+    wanted.
+    """
 
     sequence: Sequence
     start: int
-    num_tokens: int
+    end: int
+    is_last: bool
+    is_sampled: bool
 
     @property
-    def is_last(self) -> bool:
-        """True if all known tokens are computed after this chunk."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+    def num_tokens(self) -> int:
+        """Tokens to compute, at least 1."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class Ending:
 
 @dataclass
 class StepPlan:
-    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
+    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in
+    both.
 
     `decode_slots`: int64 [len(decodes)], where the K and V of the decode tokens go.
     """
@@ -101,7 +109,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of queue or running set and release what it holds; nothing happens if it is in neither."""
+        """Take a sequence out of queue or running set and release what it holds; nothing happens if it is in
+        neither."""
         if sequence.lease is not None:
             self._release(sequence)
             self.running.remove(sequence)
@@ -111,8 +120,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step: appends the tokens of decodes to their leases, makes and releases leases.
 
-        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing runs, heads of
-        the queue that can't be admitted end with ERROR until one can.
+        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing
+        runs, heads of the queue that can't be admitted end with ERROR until one can.
         """
         plan = StepPlan()
         num_running_before = len(self.running)
@@ -126,7 +135,8 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Give every decoding sequence room for its newest token, preempting latest arrivals until that works."""
+        """Give every decoding sequence room for its newest token, preempting latest arrivals until that
+        works."""
         while True:
             decodes = [sequence for sequence in self.running if sequence.is_decoding]
             if not decodes:
@@ -163,9 +173,11 @@ class Scheduler:
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_tokens - start, budget)
-        plan.chunks.append(Chunk(sequence, start, num_tokens))
-        return num_tokens
+        end = min(sequence.num_tokens, start + budget)
+        is_last = end == sequence.num_tokens
+        is_sampled = is_last and sequence.request.params.max_tokens > 0
+        plan.chunks.append(Chunk(sequence, start, end, is_last, is_sampled))
+        return end - start
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
@@ -188,15 +200,18 @@ class Scheduler:
             OutOfBlocks: it does not fit and `must` says that waiting would not help. Nothing is held then.
             DuplicateRequest: somebody else holds a lease of this id.
         """
-        is_first = sequence.admitted_seconds is None
+        num_wanted_tokens = self._num_reserved_tokens(sequence)
+        reuse = self._config.reuse and sequence.request.reuse
+        if not must and not self._may_fit(sequence, num_wanted_tokens, reuse):
+            return False
         lease = self._cache.lease(
             sequence.tokens,
             request_id=sequence.request_id,
             namespace=sequence.request.namespace,
-            count_lookup=is_first,
-            reuse=self._config.reuse and sequence.request.reuse,
+            count_lookup=not sequence.is_counted,
+            reuse=reuse,
         )
-        num_wanted_tokens = self._num_reserved_tokens(sequence)
+        sequence.is_counted = True
         try:
             if must:
                 lease.reserve(num_wanted_tokens)
@@ -208,10 +223,23 @@ class Scheduler:
             raise
         sequence.lease = lease
         sequence.num_computed_tokens = lease.num_cached_tokens
-        if is_first:
+        if sequence.admitted_seconds is None:
             sequence.admitted_seconds = self._clock()
             sequence.num_cached_tokens = lease.num_cached_tokens
         return True
+
+    def _may_fit(self, sequence: Sequence, num_wanted_tokens: int, reuse: bool) -> bool:
+        """False if a lease would be in vain: read-only, so that those who wait touch neither statistics nor
+        the eviction order. (True is no promise: what matches may itself be what is evictable.)"""
+        stats = self._cache.stats()
+        num_available_blocks = stats.free_blocks + stats.evictable_blocks
+        num_wanted_blocks = -(-num_wanted_tokens // stats.block_tokens)
+        if num_wanted_blocks <= num_available_blocks:
+            return True
+        if not reuse:
+            return False
+        match = self._cache.match(sequence.tokens, namespace=sequence.request.namespace)
+        return num_wanted_blocks - match.num_tokens // stats.block_tokens <= num_available_blocks
 
     def _num_reserved_tokens(self, sequence: Sequence) -> int:
         max_tokens = sequence.request.params.max_tokens

@@ -1,4 +1,5 @@
-"""One request inside the engine: its tokens, how far they are computed, and the text that waits to be given out."""
+"""One request inside the engine: its tokens, how far they are computed, and the text that waits to be given
+out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _NUM_PROMPT_TAIL_TOKENS = 8
 
 @dataclass(frozen=True)
 class GivenOut:
-    """What the text buffer gives out: the tokens, their text and their log-probabilities (empty if not asked for)."""
+    """What the text buffer gives out: the tokens, their text and their log-probabilities (empty if not asked
+    for)."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -44,7 +46,8 @@ NOTHING = GivenOut()
 
 
 class OutputText:
-    """Generated tokens on their way out: text, tokens and log-probabilities are held back together or not at all."""
+    """Generated tokens on their way out: text, tokens and log-probabilities are held back together or not at
+    all."""
 
     __slots__ = ("_detokenizer", "_logprobs", "_stops", "_tokens")
 
@@ -66,7 +69,8 @@ class OutputText:
         return self._take(given, is_stopped)
 
     def flush(self) -> GivenOut:
-        """Give out all that is held: the sequence has ended. An open character may complete a stop string still."""
+        """Give out all that is held: the sequence has ended. An open character may complete a stop string
+        still."""
         piece = self._detokenizer.flush()
         if piece is None:
             return self._take(self._stops.flush(), False)
@@ -96,7 +100,9 @@ class Sequence:
         prompt and generated tokens       [0 ............ num_prompt_tokens ............ num_tokens)
         K and V are in blocks and committed  [0 .... num_computed_tokens)
 
-    It owns a lease exactly while it runs: `lease is None` for all that wait (a waiting request owns no blocks).
+    It owns a lease exactly while it runs: `lease is None` for all that wait (a waiting request owns no
+    blocks).
+    `is_counted`: its look-up is in the cache's statistics already.
     `is_decoding`: all tokens but the last one are computed, so each step computes one more.
     """
 
@@ -107,6 +113,7 @@ class Sequence:
         "added_seconds",
         "admitted_seconds",
         "is_aborted",
+        "is_counted",
         "is_decoding",
         "lease",
         "num_cached_tokens",
@@ -130,6 +137,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.is_decoding = False
         self.is_aborted = False
+        self.is_counted = False
         self.output = OutputText(tokenizer, prompt[-_NUM_PROMPT_TAIL_TOKENS:].tolist(), params.stop)
         self._buffer = prompt
         self._draws = UniformDraws(secrets.randbits(63) if params.seed is None else params.seed)

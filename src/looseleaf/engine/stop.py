@@ -1,8 +1,8 @@
 """Stop strings: found across token boundaries, never streamed, not even in part.
 
-Text is held back as long as its end could be the beginning of a stop string, and the tokens of held text are held back
-with it. The earliest *end* of a stop string decides, as if text came one character at a time: so the result does not
-depend on how the text was cut into tokens.
+Text is held back as long as its end could be the beginning of a stop string, and the tokens of held text are
+held back with it. The earliest *end* of a stop string decides, as if text came one character at a time: so
+the result does not depend on how the text was cut into tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from looseleaf.engine.detokenizer import TextPiece
 
 
 class StopMatcher:
-    """State of one sequence. Cost per piece: proportional to the held text, which is shorter than the longest stop
-    string plus one piece."""
+    """State of one sequence. Cost per piece: proportional to the held text, which is shorter than the longest
+    stop string plus one piece."""
 
     __slots__ = ("_held", "_held_text", "_stops")
 
@@ -29,8 +29,8 @@ class StopMatcher:
     def push(self, piece: TextPiece) -> tuple[TextPiece, bool]:
         """Add a piece; what may be given out now (perhaps 0 tokens), and whether a stop string is complete.
 
-        When it is, the text given out ends right before the stop string; a token in which it begins is included, later
-        ones are not, and nothing more may be pushed.
+        When it is, the text given out ends right before the stop string; a token in which it begins is
+        included, later ones are not, and nothing more may be pushed.
         """
         if not self._stops:
             return piece, False

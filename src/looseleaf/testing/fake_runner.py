@@ -1,9 +1,10 @@
 """A model runner without a model, in which a wrong block gives a wrong token.
 
-Every slot of the fake KV memory holds a token id, its position and a *stamp*: a number that depends on all tokens up to
-and including this one, and on the namespace. The stamp of a new token is computed from the stamp of the token before it,
-read through the block table like a real model reads keys and values. So a block that is stale, foreign or out of place
-changes each stamp after it and thereby the next token; and each read checks that the whole context is one unbroken chain.
+Every slot of the fake KV memory holds a token id, its position and a *stamp*: a number that depends on all
+tokens up to and including this one, and on the namespace. The stamp of a new token is computed from the stamp
+of the token before it, read through the block table like a real model reads keys and values. So a block that
+is stale, foreign or out of place changes each stamp after it and thereby the next token; and each read checks
+that the whole context is one unbroken chain.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ _UInt64Array = npt.NDArray[np.uint64]
 _NEVER = -1
 
 
-class StampMismatch(AssertionError):
-    """A block table leads to a slot that does not hold what this sequence wrote there. The message has the facts."""
+class StampMismatch(AssertionError):  # noqa: N818  # a fact, named like those of looseleaf.errors
+    """A block table leads to a slot that does not hold what this sequence wrote there. The message has the
+    facts."""
 
 
 class FakeRunner:
     """Implements `ModelRunner` over `num_blocks * block_tokens` slots.
 
-    `namespace_of(request_id)`: the namespace that goes into its stamps, `""` for all by default; give it to find reuse
-    across namespaces. `eos_every`: about one token in that many is `eos_token_id` (0: never). `alphabet`: the token ids
-    that are generated otherwise (all but the end token by default). `delay_seconds`: each step takes that long.
+    `namespace_of(request_id)`: the namespace that goes into its stamps, `""` for all by default; give it to
+    find reuse across namespaces. `eos_every`: about one token in that many is `eos_token_id` (0: never).
+    `alphabet`: the token ids that are generated otherwise (all but the end token by default).
+    `delay_seconds`: each step takes that long.
 
-    Counters: `num_steps`, `num_computed_tokens`. `mismatches` keeps the text of every `StampMismatch`, since an engine
-    rightly turns an exception into failed requests.
+    Counters: `num_steps`, `num_computed_tokens`. `mismatches` keeps the text of every `StampMismatch`, since
+    an engine rightly turns an exception into failed requests.
     """
 
     def __init__(
@@ -73,11 +76,13 @@ class FakeRunner:
         return self._info
 
     def fail_next(self, error: Exception | None = None, times: int = 1) -> None:
-        """The next `times` steps write garbage to their slots and raise `error` (a RuntimeError by default)."""
+        """The next `times` steps write garbage to their slots and raise `error` (a RuntimeError by
+        default)."""
         self._failures += [error or RuntimeError("the fake model failed as it was told to")] * times
 
     def script(self, request_id: str, num_prompt_tokens: int, tokens: Sequence[int]) -> None:
-        """Make a request generate `tokens`; after them the model goes on by itself. What was computed still counts."""
+        """Make a request generate `tokens`; after them the model goes on by itself. What was computed still
+        counts."""
         self._scripts[request_id] = {num_prompt_tokens + i: int(token) for i, token in enumerate(tokens)}
 
     def expected_tokens(
@@ -111,7 +116,7 @@ class FakeRunner:
         self.num_computed_tokens += len(batch.token_ids)
         return self._sample(batch, stamps)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory --
 
     def _check_shapes(self, batch: StepBatch) -> None:
         num_rows, num_tokens = len(batch.request_ids), len(batch.token_ids)
@@ -150,7 +155,9 @@ class FakeRunner:
             raise StampMismatch(f"{name}: its slots are not those of its block table")
 
     def _slots(self, table: Int32Array, positions: npt.NDArray[np.int64]) -> Int64Array:
-        return table[positions // self.block_tokens].astype(np.int64) * self.block_tokens + positions % self.block_tokens
+        return (
+            table[positions // self.block_tokens].astype(np.int64) * self.block_tokens + positions % self.block_tokens
+        )
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         for from_block, to_block in copies:
@@ -160,7 +167,8 @@ class FakeRunner:
                 memory[target] = memory[source]
 
     def _write(self, batch: StepBatch) -> None:
-        """Shortest context first: a sequence may go on from blocks that another one writes in this very step."""
+        """Shortest context first: a sequence may go on from blocks that another one writes in this very
+        step."""
         self._tokens[batch.slots] = batch.token_ids
         self._positions[batch.slots] = batch.positions
         for row in np.argsort(batch.num_context_tokens, kind="stable").tolist():
@@ -184,7 +192,9 @@ class FakeRunner:
         wrong = np.flatnonzero(self._positions[slots] != positions)
         if len(wrong):
             at, slot = int(wrong[0]), int(slots[wrong[0]])
-            raise StampMismatch(f"{name}: position {at} reads slot {slot}, which holds position {self._positions[slot]}")
+            raise StampMismatch(
+                f"{name}: position {at} reads slot {slot}, which holds position {self._positions[slot]}"
+            )
         stamps = self._stamps[slots]
         before = np.concatenate((np.array([self._root(name)], np.uint64), stamps[:-1]))
         wrong = np.flatnonzero(link(before, self._tokens[slots], positions) != stamps)
@@ -193,7 +203,7 @@ class FakeRunner:
             raise StampMismatch(f"{name}: slot {slot} at position {at} was written for another prefix or namespace")
         return int(stamps[-1])
 
-    # -- sampling -------------------------------------------------------------------------------------------------
+    # -- sampling --
 
     def _sample(self, batch: StepBatch, stamps: list[int]) -> StepOutput:
         tokens: list[int] = []
@@ -225,7 +235,8 @@ _MASK = 2**64 - 1
 
 
 def link(before: _UInt64Array, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
-    """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo 2**64."""
+    """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo
+    2**64."""
     return before * np.uint64(_FACTOR) + _hash(token_ids, positions)
 
 

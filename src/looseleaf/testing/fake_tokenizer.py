@@ -26,7 +26,8 @@ class FakeTokenizer:
         return [self.bos_token_id, *tokens] if add_special_tokens else tokens
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the bytes; parts of characters come out as U+FFFD. Special tokens: skipped, or `<|bos|>`, `<|eos|>`."""
+        """Text of the bytes; parts of characters come out as U+FFFD. Special tokens: skipped, or `<|bos|>`,
+        `<|eos|>`."""
         names = {self.bos_token_id: b"<|bos|>", self.eos_token_id: b"<|eos|>"}
         parts = []
         for token in token_ids:

@@ -1,0 +1,143 @@
+"""An engine over a fake model, ready to drive by hand: what tests of scheduling, streaming and HTTP build on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from looseleaf.core.config import CacheConfig
+from looseleaf.core.manager import CacheManager
+from looseleaf.engine.config import EngineConfig
+from looseleaf.engine.engine import Engine
+from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
+from looseleaf.engine.sampling import SamplingParams
+from looseleaf.ids import Int32Array
+from looseleaf.testing.fake_runner import FakeRunner
+from looseleaf.testing.fake_tokenizer import FakeTokenizer
+
+
+class RecordingObserver:
+    """Implements `EngineObserver`: keeps what it is told, as (name, values) in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """The values of all calls of one name."""
+        return [values for called, values in self.calls if called == name]
+
+    def on_step(self, **values: float) -> None:
+        """See `EngineObserver`."""
+        self.calls.append(("on_step", values))
+
+    def on_first_token(self, **values: float) -> None:
+        """See `EngineObserver`."""
+        self.calls.append(("on_first_token", values))
+
+    def on_finish(self, **values: str | float) -> None:
+        """See `EngineObserver`."""
+        self.calls.append(("on_finish", values))
+
+    def on_preempt(self, **values: int) -> None:
+        """See `EngineObserver`."""
+        self.calls.append(("on_preempt", values))
+
+
+class EngineKit:
+    """Cache, fake runner, fake tokenizer and engine, wired; keeps every delta.
+
+    `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`. Keywords that `EngineConfig` does not
+    know go to `FakeRunner`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        block_tokens: int = 4,
+        *,
+        blocks_per_page: int = 1,
+        pin_quota: float = 1.0,
+        config: EngineConfig | None = None,
+        clock: Callable[[], float] | None = None,
+        **runner_settings: Any,
+    ) -> None:
+        pages = CacheConfig(
+            num_pages=num_blocks // blocks_per_page,
+            page_tokens=block_tokens * blocks_per_page,
+            block_tokens=block_tokens,
+            pin_quota=pin_quota,
+        )
+        self.cache = CacheManager(pages) if clock is None else CacheManager(pages, clock=clock)
+        self.namespaces: dict[str, str] = {}
+        self.runner = FakeRunner(num_blocks, block_tokens, namespace_of=self._namespace_of, **runner_settings)
+        self.tokenizer = FakeTokenizer()
+        self.observer = RecordingObserver()
+        self.engine = Engine(self.cache, self.runner, self.tokenizer, config or EngineConfig(), observer=self.observer)
+        self.deltas: dict[str, list[OutputDelta]] = defaultdict(list)
+
+    def _namespace_of(self, request_id: str) -> str:
+        return self.namespaces.get(request_id, "")
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | Int32Array,
+        max_tokens: int = 8,
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        **params: Any,
+    ) -> GenerationRequest:
+        """Queue a request; greedy unless `params` (those of `SamplingParams`) say otherwise."""
+        sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params})
+        request = GenerationRequest(request_id, prompt, sampling, namespace, reuse)
+        self.engine.add(request)
+        self.namespaces[request_id] = namespace
+        return request
+
+    def step(self, times: int = 1) -> list[OutputDelta]:
+        """Do `times` steps, check the cache after each; the deltas of these steps."""
+        given: list[OutputDelta] = []
+        for _ in range(times):
+            given += self.engine.step()
+            self.cache.check_integrity()
+        for delta in given:
+            self.deltas[delta.request_id].append(delta)
+        return given
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left.
+
+        Raises:
+            AssertionError: work is left after `max_steps`.
+        """
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All tokens given out for a request so far."""
+        return [token for delta in self.deltas[request_id] for token in delta.token_ids]
+
+    def text(self, request_id: str) -> str:
+        """All text given out for a request so far."""
+        return "".join(delta.text for delta in self.deltas[request_id])
+
+    def last(self, request_id: str) -> OutputDelta:
+        """The newest delta of a request."""
+        return self.deltas[request_id][-1]
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        """How a request ended; None if it has not."""
+        return self.last(request_id).finish_reason if self.deltas[request_id] else None
+
+    def expected(self, request: GenerationRequest, num_tokens: int | None = None) -> list[int]:
+        """What a cold run of `request` alone gives, without an end token (which is not given out)."""
+        params = request.params
+        num_tokens = params.max_tokens if num_tokens is None else num_tokens
+        tokens = self.runner.expected_tokens(request.prompt_tokens, num_tokens, params, request.namespace)
+        ends = tokens[-1:] == [self.runner.model.eos_token_id] and not params.ignore_eos
+        return tokens[:-1] if ends else tokens
