@@ -1,0 +1,1 @@
+"""Pages, block tables, prefix tree, leases, pins, eviction, accounting, explanations. Needs numpy only."""

@@ -1,0 +1,135 @@
+"""What is asked of a cache (`CacheConfig`) and what comes out of it (`CachePlan`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from looseleaf.core.eviction import POLICIES
+from looseleaf.core.settings import strict_settings, unknown_setting
+from looseleaf.errors import ConfigError
+
+MAX_BLOCKS_PER_PAGE = 64
+"""A page's occupancy is one bit mask of 64 bits."""
+
+
+@strict_settings
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that keep the same history: `kind` is "full" or "window"; a window keeps the last `window_tokens`
+    tokens."""
+
+    kind: str = "full"
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: unknown kind, or a window without a positive size.
+        """
+        if self.kind not in ("full", "window"):
+            raise unknown_setting(self.kind, ("full", "window"), "LayerGroup")
+        if self.kind == "window" and (self.window_tokens is None or self.window_tokens < 1):
+            raise ConfigError(f"a window group needs window_tokens >= 1, not {self.window_tokens!r}")
+        if self.kind == "full" and self.window_tokens is not None:
+            raise ConfigError("a full group has no window_tokens", 'use LayerGroup("window", window_tokens=...)')
+
+    @property
+    def name(self) -> str:
+        """Key of the group in `Lease.block_tables`."""
+        return self.kind
+
+
+@strict_settings
+@dataclass(frozen=True)
+class CacheConfig:
+    """What is asked of a cache. All settings have a meaning in tokens, blocks or pages; none in bytes.
+
+    num_pages: pages of the pool. page_tokens, block_tokens: their sizes; a block is a power of two from 1 to 512
+    tokens, a page a multiple of it with at most 64 blocks. policy: name of the eviction policy. pin_quota: share of
+    all blocks that pins may hold, 0 to 1. reserve_pages: whole pages that `maintain` keeps free ahead of need.
+    groups: the layer groups. num_known_requests: finished requests that `explain` and `pin(request_id=...)` remember.
+    """
+
+    num_pages: int
+    page_tokens: int = 256
+    block_tokens: int = 16
+    policy: str = "lru"
+    pin_quota: float = 0.30
+    reserve_pages: int = 0
+    groups: tuple[LayerGroup, ...] = (LayerGroup("full"),)
+    num_known_requests: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Check every value and their combinations.
+
+        Raises:
+            ConfigError: with the value, what it must be, and a hint where one helps.
+        """
+        for name, least in (("num_pages", 1), ("page_tokens", 1), ("block_tokens", 1), ("reserve_pages", 0)):
+            _check_count(name, getattr(self, name), least)
+        _check_count("num_known_requests", self.num_known_requests, 0)
+        if self.block_tokens > 512 or self.block_tokens & (self.block_tokens - 1):
+            raise ConfigError(
+                f"block_tokens is {self.block_tokens}; it must be a power of two from 1 to 512",
+                "16 is a good choice",
+            )
+        if self.page_tokens % self.block_tokens:
+            raise ConfigError(f"page_tokens is {self.page_tokens}, not a multiple of block_tokens {self.block_tokens}")
+        if self.page_tokens // self.block_tokens > MAX_BLOCKS_PER_PAGE:
+            raise ConfigError(
+                f"a page of {self.page_tokens} tokens has {self.page_tokens // self.block_tokens} blocks of "
+                f"{self.block_tokens}; at most {MAX_BLOCKS_PER_PAGE} fit",
+                "use smaller pages or larger blocks",
+            )
+        if self.policy not in POLICIES:
+            raise unknown_setting(self.policy, POLICIES, "policy")
+        if not (isinstance(self.pin_quota, (int, float)) and 0.0 <= self.pin_quota <= 1.0):
+            raise ConfigError(f"pin_quota is {self.pin_quota!r}; it must be a share from 0 to 1")
+        if self.reserve_pages > self.num_pages:
+            raise ConfigError(f"reserve_pages is {self.reserve_pages}, above num_pages {self.num_pages}")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups is empty", 'leave it out for one full group, LayerGroup("full")')
+        if tuple(group.kind for group in self.groups) != ("full",):
+            names = ", ".join(group.kind for group in self.groups)
+            raise ConfigError(
+                f"groups ({names}): only one full group is served so far",
+                "leave groups out; models with window layers then keep all tokens of every layer",
+            )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What comes out of a `CacheConfig`: sizes in blocks, worked out once."""
+
+    num_pages: int
+    blocks_per_page: int
+    block_tokens: int
+    num_blocks: int
+    num_tokens: int
+    quota_blocks: int
+    reserve_blocks: int
+
+    @classmethod
+    def of(cls, config: CacheConfig) -> CachePlan:
+        """The plan that follows from `config`; `quota_blocks` is floor(pin_quota * num_blocks)."""
+        per_page = config.page_tokens // config.block_tokens
+        num_blocks = config.num_pages * per_page
+        return cls(
+            num_pages=config.num_pages,
+            blocks_per_page=per_page,
+            block_tokens=config.block_tokens,
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * config.block_tokens,
+            quota_blocks=math.floor(config.pin_quota * num_blocks),
+            reserve_blocks=config.reserve_pages * per_page,
+        )

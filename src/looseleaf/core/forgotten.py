@@ -1,0 +1,93 @@
+"""What was cached once and is not any more: the memory behind the answers "evicted" and "cleared".
+
+A fixed table of chain keys, direct-mapped: a new entry overwrites whatever had its place. It costs no Python object per
+block and can't grow; an overwritten entry makes an explanation say "never seen" at worst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.tree import Node
+from looseleaf.ids import Int64Array, Namespace
+
+EVICTED = 1
+CLEARED = 2
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits of Python's hashes over the table
+
+
+@dataclass(frozen=True)
+class ForgottenBlock:
+    """When (seconds of the cache's clock) and why (`EVICTED` or `CLEARED`) a block was forgotten."""
+
+    at_seconds: float
+    cause: int
+
+
+def root_key(namespace: Namespace) -> int:
+    """Chain key in front of a namespace's first block. Keys hold within one process only."""
+    return hash(("looseleaf", namespace))
+
+
+def next_key(key: int, block: bytes) -> int:
+    """Chain key of a block whose prefix has `key`: it stands for the block and all before it."""
+    return hash((key, block))
+
+
+class ForgottenTable:
+    """Chain keys of forgotten blocks, for at least as many blocks as the pool has (times four, rounded up)."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        size = 1 << (4 * num_blocks - 1).bit_length()
+        self._shift = 64 - (size.bit_length() - 1)
+        self._block_bytes = block_bytes
+        self._keys = np.zeros(size, dtype=np.int64)
+        self._times = np.zeros(size, dtype=np.float64)
+        self._causes = np.zeros(size, dtype=np.uint8)
+        self.is_empty = True
+
+    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float) -> None:
+        """Note that the last blocks of a node's run are about to be forgotten."""
+        keys = self.keys_of(node)[node.num_blocks - num_tail_blocks :]
+        places = self._places(keys)
+        self._keys[places] = keys
+        self._times[places] = now_seconds
+        self._causes[places] = cause
+        self.is_empty = False
+
+    def look_up(self, node: Node, block: bytes) -> ForgottenBlock | None:
+        """What is remembered of `block` right behind the end of `node`'s run."""
+        if self.is_empty:
+            return None
+        key = next_key(self._end_key(node), block)
+        place = int(self._places(np.array([key], dtype=np.int64))[0])
+        if int(self._keys[place]) != key or not self._causes[place]:
+            return None
+        return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
+
+    def keys_of(self, node: Node) -> Int64Array:
+        """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""
+        for step in node.path():
+            if step.chain_keys is None:
+                assert step.parent is not None  # a path does not contain the root
+                key = self._end_key(step.parent)
+                keys = []
+                for at in range(0, len(step.tokens), self._block_bytes):
+                    key = next_key(key, step.tokens[at : at + self._block_bytes])
+                    keys.append(key)
+                step.chain_keys = np.array(keys, dtype=np.int64)
+        assert node.chain_keys is not None  # set in the loop
+        return node.chain_keys
+
+    def _end_key(self, node: Node) -> int:
+        if node.is_root:
+            return root_key(node.namespace)
+        keys = node.chain_keys
+        return int((self.keys_of(node) if keys is None else keys)[-1])
+
+    def _places(self, keys: Int64Array) -> Int64Array:
+        mixed = keys.view(np.uint64) * np.uint64(_MIX)
+        places: Int64Array = (mixed >> np.uint64(self._shift)).astype(np.int64)
+        return places

@@ -1,0 +1,202 @@
+"""The invariants I1 to I9 as code. They are numbered in this folder's README; I10 needs a listener and is in
+`testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from looseleaf.core.leasing import LeaseDesk
+from looseleaf.core.pins import HARD
+from looseleaf.core.store import BlockStore
+from looseleaf.core.tree import Node
+from looseleaf.errors import IntegrityError
+
+
+def check_integrity(store: BlockStore, desk: LeaseDesk) -> None:
+    """Raise `IntegrityError` for the first invariant that does not hold."""
+    _check_states(store)
+    _check_references(store, desk)
+    _check_pages(store)
+    _check_tree(store)
+    _check_leases(store, desk)
+    _check_pins(store)
+    _check_victims(store)
+
+
+def _require(holds: bool, invariant: str, facts: str) -> None:
+    if not holds:
+        raise IntegrityError(invariant, facts)
+
+
+def _stored_nodes(store: BlockStore) -> Iterator[Node]:
+    for root in store.tree.roots.values():
+        for node in root.subtree():
+            if not node.is_root:
+                yield node
+
+
+def _check_states(store: BlockStore) -> None:
+    """I1: free + active + cached = all; each block is in exactly one state."""
+    ledger = store.ledger
+    held = ledger.refs > 0
+    free = ~held & ~ledger.stored
+    counts = (int(free.sum()), int(held.sum()), int((~held & ledger.stored).sum()))
+    counted = (ledger.num_free_blocks, ledger.num_active_blocks, ledger.num_cached_blocks)
+    _require(counts == counted, "I1", f"(free, active, cached) blocks are {counts}, counted {counted}")
+    _require(sum(counted) == ledger.num_blocks, "I1", f"{counted} do not add up to {ledger.num_blocks} blocks")
+
+
+def _check_references(store: BlockStore, desk: LeaseDesk) -> None:
+    """I2: a block's reference count is the number of leases that hold it."""
+    refs = np.zeros(store.ledger.num_blocks, dtype=np.int32)
+    for lease in desk.live.values():
+        np.add.at(refs, lease.table[: lease.num_blocks], 1)
+    differ = np.flatnonzero(refs != store.ledger.refs)
+    if len(differ):
+        block = int(differ[0])
+        raise IntegrityError("I2", f"block {block} has {refs[block]} holders, counted {store.ledger.refs[block]}")
+
+
+def _check_pages(store: BlockStore) -> None:
+    """I3: page masks, per-page counts and the free lists agree."""
+    pool, ledger = store.pool, store.ledger
+    taken = ((ledger.refs > 0) | ledger.stored).reshape(pool.num_pages, pool.blocks_per_page)
+    num_free = 0
+    for page in range(pool.num_pages):
+        mask = sum(1 << int(index) for index in np.flatnonzero(taken[page]))
+        _require(
+            mask == pool.masks[page],
+            "I3",
+            f"page {page} has mask {pool.masks[page]:b}, its blocks say {mask:b}",
+        )
+        free = pool.blocks_per_page - mask.bit_count()
+        num_free += free
+        if 0 < free < pool.blocks_per_page:
+            _require(page in pool.partial[free], "I3", f"page {page} with {free} free blocks is not in its list")
+    _require(num_free == pool.num_free_blocks, "I3", f"{num_free} blocks are free, counted {pool.num_free_blocks}")
+    empty = [page for page in range(pool.num_pages) if pool.masks[page] == 0]
+    _require(sorted(pool.free_pages) == empty, "I3", f"free pages are {empty[:8]}…, listed {pool.free_pages[:8]}…")
+    partial = sum(0 < mask < pool.full_mask for mask in pool.masks)
+    _require(
+        partial == pool.num_partial_pages,
+        "I3",
+        f"{partial} pages are partly used, {pool.num_partial_pages} listed",
+    )
+
+
+def _check_tree(store: BlockStore) -> None:
+    """I4: a stored node's parent is stored and at least as held. I5/I6: its blocks are in one node, whole, and
+    stored."""
+    ledger, tree = store.ledger, store.tree
+    owner = np.zeros(ledger.num_blocks, dtype=np.int32)
+    seen = set()
+    for node in _stored_nodes(store):
+        seen.add(node.id)
+        parent = node.parent
+        assert parent is not None  # not a root
+        name = f"node {node.id} of namespace {node.namespace!r}"
+        _require(node.alive and tree.nodes.get(node.id) is node, "I4", f"{name} is in the tree but not alive")
+        _require(node.num_blocks > 0, "I6", f"{name} owns no blocks")
+        _require(len(node.tokens) == node.num_blocks * tree.block_bytes, "I6", f"{name}: tokens and blocks differ")
+        _require(node.end == parent.end + node.num_blocks, "I6", f"{name} ends at {node.end}, parent {parent.end}")
+        key = node.tokens[: tree.block_bytes]
+        _require(parent.children.get(key) is node, "I4", f"{name} is not its parent's child")
+        owner[node.blocks] += 1
+        _require(bool(ledger.stored[node.blocks].all()), "I6", f"{name} owns a block that is not stored")
+        holders = ledger.refs[node.blocks]
+        _require(bool((holders == holders[0]).all()), "I4", f"{name}: its blocks have different holders")
+        if not parent.is_root:
+            _require(
+                int(ledger.refs[parent.blocks[0]]) >= int(holders[0]),
+                "I4",
+                f"{name} is held more than its parent",
+            )
+    _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
+    _require(bool((owner == ledger.stored).all()), "I6", "a block is in two nodes, or stored without a node")
+
+
+def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
+    """I5: what is committed is shared by content only. I7: a table covers exactly the reserved tokens."""
+    rows, size = desk.rows, store.plan.block_tokens
+    for lease in desk.live.values():
+        row, name = lease.row, f"request {lease.request_id!r}"
+        known, reserved, committed = rows.num_tokens[row], rows.num_reserved[row], rows.num_committed[row]
+        _require(
+            committed <= min(known, reserved),
+            "I7",
+            f"{name}: {committed} committed of {known}, {reserved} reserved",
+        )
+        _require(
+            lease.num_blocks == -(-reserved // size),
+            "I7",
+            f"{name}: {lease.num_blocks} blocks, {reserved} tokens",
+        )
+        _require(rows.num_places[row] == lease.num_blocks * size, "I7", f"{name}: places are miscounted")
+        index = known // size
+        block = lease.table[index] if index < lease.num_blocks else -1
+        _require(rows.next_block[row] == block, "I7", f"{name}: next block is {rows.next_block[row]}, not {block}")
+        if not lease.stores:
+            continue
+        path = lease.node.path()
+        blocks = np.concatenate([node.blocks for node in path]) if path else lease.table[:0]
+        same = len(blocks) == committed // size and bool((blocks == lease.table[: len(blocks)]).all())
+        _require(same, "I5", f"{name}: its committed blocks are not those of its path")
+        tokens = b"".join(node.tokens for node in path)
+        _require(lease.head.startswith(tokens), "I6", f"{name}: the tokens of its path are not its own")
+
+
+def _check_pins(store: BlockStore) -> None:
+    """I8: pinned blocks ≤ quota; marks and counters follow from the pins."""
+    pins = store.pins
+    hard: dict[int, int] = {}
+    soft: dict[int, list[int]] = {}
+    for record in pins.records.values():
+        _require(record in pins.anchored_at(record.node), "I8", f"pin {record.id} is not at its anchor")
+        path = record.node.path()
+        tokens = b"".join(node.tokens for node in path)
+        _require(record.data.startswith(tokens), "I8", f"pin {record.id} holds tokens that it did not ask for")
+        for node in path:
+            _require(node.alive, "I8", f"pin {record.id} holds a node that is gone")
+            if record.level == HARD:
+                hard[node.id] = hard.get(node.id, 0) + 1
+            else:
+                soft.setdefault(node.id, []).append(record.priority)
+    num_hard = num_soft = num_idle = 0
+    for node in _stored_nodes(store):
+        _require(node.num_hard_pins == hard.get(node.id, 0), "I8", f"node {node.id}: hard pins are miscounted")
+        _require(
+            sorted(node.soft_priorities) == sorted(soft.get(node.id, [])),
+            "I8",
+            f"node {node.id}: soft pins are miscounted",
+        )
+        if node.num_hard_pins:
+            num_hard += node.num_blocks
+            num_idle += 0 if store.ledger.refs[node.blocks[0]] else node.num_blocks
+        elif node.soft_priorities:
+            num_soft += node.num_blocks
+    found = (num_hard, num_soft, num_idle)
+    counted = (pins.num_hard_blocks, pins.num_soft_blocks, pins.num_hard_idle_blocks)
+    _require(found == counted, "I8", f"(hard, soft, idle hard) blocks are {found}, counted {counted}")
+    _require(
+        num_hard + num_soft <= pins.quota_blocks,
+        "I8",
+        f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}",
+    )
+
+
+def _check_victims(store: BlockStore) -> None:
+    """I9: the victims are the cached, unheld leaves without a hard pin; softly pinned ones are in a queue of their
+    own."""
+    expected: dict[str, set[int]] = {"unpinned": set(), "soft": set()}
+    for node in _stored_nodes(store):
+        if not node.children and not store.ledger.refs[node.blocks[0]] and not node.num_hard_pins:
+            expected["soft" if node.soft_priorities else "unpinned"].add(node.id)
+    for queue, nodes in expected.items():
+        offered = set(store.victims.offered(queue))
+        _require(
+            offered == nodes,
+            "I9",
+            f"{queue} victims are {sorted(nodes)[:8]}…, offered {sorted(offered)[:8]}…",
+        )

@@ -1,0 +1,219 @@
+"""A lease: the scope in which one sequence holds its blocks. Made only by the manager; ends once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from looseleaf.core.tokens import Tokens
+from looseleaf.ids import Int32Array, Namespace, RequestId
+
+if TYPE_CHECKING:
+    from looseleaf.core.explain import Explanation
+    from looseleaf.core.leasing import LeaseDesk
+    from looseleaf.core.tree import Node
+
+
+class Lease:
+    """Blocks of one sequence, in order, and how much of them is known, reserved and written.
+
+        0 ........ num_cached ........ num_committed ........ num_tokens ........ num_reserved
+        | found in the cache | written since      | known, not written  | room for more |
+
+    A lease belongs to one thread at a time. A lost lease leaks its blocks visibly (`stats().num_leases`); it never
+    frees another's.
+    """
+
+    __slots__ = (
+        "_desk",
+        "copies",
+        "explanation",
+        "head",
+        "is_open",
+        "namespace",
+        "node",
+        "num_blocks",
+        "num_cached_tokens",
+        "own_node",
+        "request_id",
+        "row",
+        "stores",
+        "table",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        desk: LeaseDesk,
+        row: int,
+        request_id: RequestId,
+        node: Node,
+        head: bytes,
+        table: Int32Array,
+        stores: bool,
+        explanation: Explanation,
+    ) -> None:
+        self._desk = desk
+        self.own_node = False
+        self.row = row
+        self.request_id = request_id
+        self.namespace: Namespace = node.namespace
+        self.node = node
+        self.head = head
+        self.table = table
+        self.num_blocks = len(table)
+        self.num_cached_tokens = 0
+        self.stores = stores
+        self.explanation = explanation
+        self.copies: list[tuple[int, int]] = []
+        self.is_open = True
+
+    # --- what it holds --------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and appended."""
+        return self._desk.num_tokens(self)
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Tokens that have room."""
+        return self._desk.num_reserved(self)
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Tokens whose K and V are written, those found in the cache included."""
+        return self._desk.num_committed(self)
+
+    @property
+    def block_table(self) -> Int32Array:
+        """Block ids in logical order, int32 [num_blocks], read-only. Entries may change at this lease's commit, never
+        elsewhere: read it again after one.
+
+        Raises:
+            LeaseClosed: the lease is released.
+        """
+        return self._desk.block_table(self)
+
+    @property
+    def block_tables(self) -> Mapping[str, Int32Array]:
+        """The block table of each layer group by its name.
+
+        Raises:
+            LeaseClosed: the lease is released.
+        """
+        return MappingProxyType({"full": self.block_table})
+
+    @property
+    def first_blocks(self) -> Mapping[str, int]:
+        """The logical block with which each group's table begins."""
+        return MappingProxyType({"full": 0})
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """All known tokens, int32 [num_tokens], a copy.
+
+        Raises:
+            LeaseClosed: the lease is released.
+        """
+        return self._desk.token_ids(self)
+
+    # --- changing it ----------------------------------------------------------------------------------------------
+
+    def reserve(self, num_tokens: int) -> None:
+        """Have room for `num_tokens` tokens in all; nothing happens if there is. May evict cached blocks of others.
+
+        Raises:
+            OutOfBlocks: it can't be had; the lease is unchanged and nothing was evicted.
+            LeaseClosed: the lease is released.
+        """
+        self._desk.reserve(self, num_tokens)
+
+    def try_reserve(self, num_tokens: int) -> bool:
+        """As `reserve`, but False instead of `OutOfBlocks`."""
+        return self._desk.try_reserve(self, num_tokens)
+
+    def append(self, tokens: Tokens) -> None:
+        """Add tokens to what is known; they need room and a commit of their own.
+
+        Raises:
+            InvalidTokens: not non-negative integers below 2**31; nothing is added then.
+            LeaseClosed: the lease is released.
+        """
+        self._desk.append(self, tokens)
+
+    def commit(self, num_tokens: int) -> None:
+        """Declare the first `num_tokens` tokens written; full blocks become shareable. Less than before: nothing
+        happens.
+
+        Raises:
+            CommitBeyondReserved: above what is known or reserved; nothing changes.
+            LeaseClosed: the lease is released.
+        """
+        self._desk.commit(self, num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop known but uncommitted tokens beyond `num_tokens`, and the room beyond it (rejected drafts).
+
+        Raises:
+            CommitBeyondReserved: below what is committed; nothing changes.
+            LeaseClosed: the lease is released.
+        """
+        self._desk.truncate(self, num_tokens)
+
+    def fork(self, request_id: RequestId | None = None) -> Lease:
+        """A second lease that knows the same tokens and shares the committed full blocks.
+
+        A committed partial tail gets a block of its own, and `child.copies` lists the copy that the tensors must do
+        before the child's next step: [(from_block, to_block)]. Uncommitted room stays here. Not counted as a look-up.
+
+        Raises:
+            OutOfBlocks: no block for the tail; nothing changes.
+            DuplicateRequest: a live lease has this id.
+            LeaseClosed: the lease is released.
+        """
+        return self._desk.fork(self, request_id)
+
+    def release(self) -> None:
+        """End of use: stored blocks become evictable once nobody holds them, the others are free at once.
+
+        Raises:
+            LeaseClosed: it was released before.
+        """
+        self._desk.release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.is_open:
+            self.release()
+
+    def __repr__(self) -> str:
+        if not self.is_open:
+            return f"<Lease {self.request_id!r}, released>"
+        return (
+            f"<Lease {self.request_id!r}: {self.num_tokens} tokens, {self.num_cached_tokens} cached, "
+            f"{self.num_committed_tokens} committed, {self.num_blocks} blocks>"
+        )
+
+    # --- for the desk ---------------------------------------------------------------------------------------------
+
+    def set_table(self, blocks: Int32Array) -> None:
+        """Replace the whole table."""
+        self.table = blocks
+        self.num_blocks = len(blocks)
+
+    def add_blocks(self, blocks: Int32Array) -> None:
+        """Append blocks to the table; amortised O(blocks)."""
+        needed = self.num_blocks + len(blocks)
+        if needed > len(self.table):
+            table = np.empty(max(needed, 2 * self.num_blocks), dtype=np.int32)
+            table[: self.num_blocks] = self.table[: self.num_blocks]
+            self.table = table
+        self.table[self.num_blocks : needed] = blocks
+        self.num_blocks = needed

@@ -1,0 +1,362 @@
+"""Opening, growing, committing, forking and ending leases. The store moves blocks; the desk moves sequences."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from looseleaf.core.explain import Explanation, explain_lookup, forked, skipped
+from looseleaf.core.history import FinishedRequest, History
+from looseleaf.core.lease import Lease
+from looseleaf.core.lease_table import LeaseTable
+from looseleaf.core.store import BlockStore
+from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
+from looseleaf.core.tree import EMPTY_BLOCKS, Node
+from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, RequestError
+from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
+
+
+class LeaseDesk:
+    """All live leases of one manager. Every public method is atomic under the manager's lock."""
+
+    def __init__(self, store: BlockStore, history: History, clock: Callable[[], float], lock: threading.RLock) -> None:
+        self.live: dict[RequestId, Lease] = {}
+        self.rows = LeaseTable(store.plan.block_tokens)
+        self._store = store
+        self._history = history
+        self._clock = clock
+        self._lock = lock
+        self._block_tokens = store.plan.block_tokens
+        self._block_bytes = store.tree.block_bytes
+        self._num_opened = 0
+
+    # --- opening and ending ---------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        prompt: Tokens,
+        request_id: RequestId | None,
+        namespace: Namespace,
+        count_lookup: bool,
+        reuse: bool,
+    ) -> Lease:
+        """Match `prompt` and hold what is found; see `CacheManager.lease`."""
+        data = pack_tokens(prompt)
+        with self._lock:
+            request_id = self._claim(request_id)
+            num_tokens = len(data) // TOKEN_BYTES
+            node, blocks, explanation = self._look_up(data, num_tokens, namespace, reuse)
+            lease = self._make(request_id, node, data, num_tokens, blocks, reuse, explanation)
+            num_cached = len(blocks) * self._block_tokens
+            lease.num_cached_tokens = num_cached
+            self.rows.num_reserved[lease.row] = num_cached
+            self.rows.num_committed[lease.row] = num_cached
+            if reuse and count_lookup:
+                counters = self._store.counters
+                counters.num_lookups += 1
+                counters.query_tokens += num_tokens
+                counters.hit_tokens += num_cached
+                if explanation.first_missed_token is not None:
+                    counters.below_block_tokens += explanation.num_shared_tokens - num_cached
+            return lease
+
+    def _look_up(
+        self, data: bytes, num_tokens: int, namespace: Namespace, reuse: bool
+    ) -> tuple[Node, Int32Array, Explanation]:
+        store = self._store
+        root = store.tree.root(namespace)
+        if not reuse:
+            return root, EMPTY_BLOCKS, skipped(num_tokens)
+        match = store.tree.find(root, data, (num_tokens - 1) // self._block_tokens)
+        node, blocks = store.hold(match)
+        explanation = explain_lookup(store.tree, store.forgotten, node, data, len(blocks), self._clock())
+        return node, blocks, explanation
+
+    def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
+        """See `Lease.fork`."""
+        with self._lock:
+            self._check_open(parent, "fork")
+            request_id = self._claim(request_id)
+            num_committed = int(self.rows.num_committed[parent.row])
+            num_full, num_tail = divmod(num_committed, self._block_tokens)
+            if num_tail and not self._store.make_room(1):
+                raise self._store.out_of_blocks(1)
+            shared = parent.table[:num_full].copy()
+            num_tokens = int(self.rows.num_tokens[parent.row])
+            explanation = forked(num_tokens, num_full * self._block_tokens, parent.request_id)
+            data = self._known_tokens(parent)
+            self._store.share(parent.node, shared)
+            child = self._make(request_id, parent.node, data, num_tokens, shared, parent.stores, explanation)
+            child.num_cached_tokens = num_full * self._block_tokens
+            if num_tail:
+                block = self._store.ledger.take(1)
+                child.copies = [(int(parent.table[num_full]), int(block[0]))]
+                child.add_blocks(block)
+            self._sync(child, num_reserved=num_committed)
+            self.rows.num_committed[child.row] = num_committed
+            return child
+
+    def _claim(self, request_id: RequestId | None) -> RequestId:
+        if request_id is None:
+            self._num_opened += 1
+            return f"lease-{self._num_opened}"
+        if request_id in self.live:
+            raise DuplicateRequest(request_id)
+        return request_id
+
+    def _make(
+        self,
+        request_id: RequestId,
+        node: Node,
+        data: bytes,
+        num_tokens: int,
+        blocks: Int32Array,
+        stores: bool,
+        explanation: Explanation,
+    ) -> Lease:
+        row = self.rows.open()
+        num_head = num_tokens // self._block_tokens * self._block_bytes
+        lease = Lease(self, row, request_id, node, data[:num_head], blocks, stores, explanation)
+        rest = unpack_tokens(data[num_head:])
+        self.rows.tail[row, : len(rest)] = rest
+        self.rows.num_tokens[row] = num_tokens
+        self._sync(lease, num_reserved=0)
+        self.live[request_id] = lease
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """See `Lease.release`."""
+        with self._lock:
+            self._check_open(lease, "release")
+            num_committed = int(self.rows.num_committed[lease.row])
+            data = lease.head[: num_committed // self._block_tokens * self._block_bytes]
+            finished = FinishedRequest(lease.namespace, num_committed, data, lease.explanation)
+            self._history.add(lease.request_id, finished)
+            self._store.let_go(lease.node, lease.table[: lease.num_blocks])
+            lease.is_open = False
+            self.rows.close(lease.row)
+            del self.live[lease.request_id]
+
+    def detach(self, namespace: Namespace | None) -> None:
+        """After a clear: live leases keep their blocks, but what they commit from now on is not stored any more."""
+        for lease in self.live.values():
+            if namespace is None or lease.namespace == namespace:
+                lease.stores = False
+
+    # --- one lease ------------------------------------------------------------------------------------------------
+
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """See `Lease.reserve`."""
+        with self._lock:
+            if not self.try_reserve(lease, num_tokens):
+                raise self._store.out_of_blocks(self._blocks_for(num_tokens) - lease.num_blocks)
+
+    def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
+        """See `Lease.try_reserve`."""
+        with self._lock:
+            self._check_open(lease, "reserve")
+            if num_tokens <= self.rows.num_reserved[lease.row]:
+                return True
+            missing = self._blocks_for(num_tokens) - lease.num_blocks
+            if missing > 0:
+                if not self._store.make_room(missing):
+                    return False
+                after = int(lease.table[lease.num_blocks - 1]) if lease.num_blocks else None
+                lease.add_blocks(self._store.ledger.take(missing, after))
+            self._sync(lease, num_reserved=num_tokens)
+            return True
+
+    def append(self, lease: Lease, tokens: Tokens) -> None:
+        """See `Lease.append`."""
+        data = pack_tokens(tokens)
+        with self._lock:
+            self._check_open(lease, "append")
+            self._set_tokens(lease, self._known_tokens(lease) + data)
+
+    def commit(self, lease: Lease, num_tokens: int) -> None:
+        """See `Lease.commit`."""
+        with self._lock:
+            self._check_open(lease, "commit")
+            rows, row = self.rows, lease.row
+            if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
+                raise CommitBeyondReserved(
+                    num_tokens,
+                    int(rows.num_tokens[row]),
+                    int(rows.num_reserved[row]),
+                    int(rows.num_committed[row]),
+                )
+            if num_tokens > rows.num_committed[row]:
+                self._commit_to(lease, int(rows.num_committed[row]), num_tokens)
+                rows.num_committed[row] = num_tokens
+
+    def truncate(self, lease: Lease, num_tokens: int) -> None:
+        """See `Lease.truncate`."""
+        with self._lock:
+            self._check_open(lease, "truncate")
+            rows, row = self.rows, lease.row
+            if num_tokens < rows.num_committed[row]:
+                raise CommitBeyondReserved(
+                    num_tokens,
+                    int(rows.num_tokens[row]),
+                    int(rows.num_reserved[row]),
+                    int(rows.num_committed[row]),
+                )
+            if num_tokens < rows.num_tokens[row]:
+                self._set_tokens(lease, self._known_tokens(lease)[: num_tokens * TOKEN_BYTES])
+            if num_tokens < rows.num_reserved[row]:
+                keep = self._blocks_for(num_tokens)
+                self._store.ledger.drop(lease.table[keep : lease.num_blocks].copy())
+                lease.set_table(lease.table[:keep].copy())
+                self._sync(lease, num_reserved=num_tokens)
+
+    # --- many leases ----------------------------------------------------------------------------------------------
+
+    def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
+        """See `CacheManager.append_many`."""
+        tokens = np.asarray(token_ids)
+        if len(leases) != len(tokens):
+            raise RequestError(
+                f"{len(leases)} leases but {len(tokens)} tokens", "append_many takes one token per lease"
+            )
+        if len(leases) == 0:
+            return np.empty(0, dtype=np.int64)
+        packed = unpack_tokens(pack_tokens(tokens))
+        with self._lock:
+            rows = self._rows_of(leases, "append_many")
+            table = self.rows
+            blocks = table.next_block[rows]
+            if (blocks < 0).any():
+                self._grow_many([leases[i] for i in np.flatnonzero(blocks < 0).tolist()])
+                blocks = table.next_block[rows]
+            positions = table.num_tokens[rows]
+            offsets = positions & (self._block_tokens - 1)
+            table.tail[rows, offsets] = packed
+            table.num_tokens[rows] = positions + 1
+            table.num_reserved[rows] = np.maximum(table.num_reserved[rows], positions + 1)
+            for i in np.flatnonzero(offsets == self._block_tokens - 1).tolist():
+                lease = leases[i]
+                lease.head += table.tail[lease.row].tobytes()
+                self._sync(lease)
+            return blocks * self._block_tokens + offsets
+
+    def commit_many(self, leases: Sequence[Lease]) -> None:
+        """See `CacheManager.commit_many`."""
+        if len(leases) == 0:
+            return
+        with self._lock:
+            rows = self._rows_of(leases, "commit_many")
+            table = self.rows
+            after = table.num_tokens[rows]
+            beyond = np.flatnonzero(after > table.num_reserved[rows])
+            if len(beyond):
+                row = int(rows[beyond[0]])
+                raise CommitBeyondReserved(
+                    int(table.num_tokens[row]),
+                    int(table.num_tokens[row]),
+                    int(table.num_reserved[row]),
+                    int(table.num_committed[row]),
+                )
+            before = table.num_committed[rows]
+            for i in np.flatnonzero(after // self._block_tokens > before // self._block_tokens).tolist():
+                self._commit_to(leases[i], int(before[i]), int(after[i]))
+            table.num_committed[rows] = after
+
+    def _grow_many(self, leases: list[Lease]) -> None:
+        """Room for the next token of each lease: all or nothing."""
+        missing = [self._blocks_for(int(self.rows.num_tokens[lease.row]) + 1) - lease.num_blocks for lease in leases]
+        if not self._store.make_room(sum(missing)):
+            raise self._store.out_of_blocks(sum(missing))
+        for lease, count in zip(leases, missing, strict=True):
+            after = int(lease.table[lease.num_blocks - 1]) if lease.num_blocks else None
+            lease.add_blocks(self._store.ledger.take(count, after))
+            self._sync(lease, num_reserved=int(self.rows.num_tokens[lease.row]) + 1)
+
+    def _rows_of(self, leases: Sequence[Lease], call: str) -> Int64Array:
+        for lease in leases:
+            if not lease.is_open:
+                raise LeaseClosed(lease.request_id, call)
+        rows = np.fromiter((lease.row for lease in leases), dtype=np.int64, count=len(leases))
+        if self.rows.has_duplicates(rows):
+            raise RequestError(f"{call} names a lease twice", "each lease takes one token per call")
+        return rows
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def num_tokens(self, lease: Lease) -> int:
+        """Tokens known; LeaseClosed after release."""
+        return self._figure(lease, self.rows.num_tokens, "num_tokens")
+
+    def num_reserved(self, lease: Lease) -> int:
+        """Tokens that have room; LeaseClosed after release."""
+        return self._figure(lease, self.rows.num_reserved, "num_reserved_tokens")
+
+    def num_committed(self, lease: Lease) -> int:
+        """Tokens written; LeaseClosed after release."""
+        return self._figure(lease, self.rows.num_committed, "num_committed_tokens")
+
+    def block_table(self, lease: Lease) -> Int32Array:
+        """See `Lease.block_table`."""
+        self._check_open(lease, "block_table")
+        table: Int32Array = lease.table[: lease.num_blocks]
+        table.flags.writeable = False
+        return table
+
+    def token_ids(self, lease: Lease) -> Int32Array:
+        """See `Lease.token_ids`."""
+        self._check_open(lease, "token_ids")
+        return unpack_tokens(self._known_tokens(lease)).copy()
+
+    def committed_blocks(self, lease: Lease) -> bytes:
+        """Packed tokens of the committed whole blocks."""
+        num_committed = int(self.rows.num_committed[lease.row])
+        return lease.head[: num_committed // self._block_tokens * self._block_bytes]
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _commit_to(self, lease: Lease, before_tokens: int, after_tokens: int) -> None:
+        """Store the blocks that became full between two committed lengths."""
+        first, last = before_tokens // self._block_tokens, after_tokens // self._block_tokens
+        if last == first or not lease.stores:
+            return
+        data = lease.head[first * self._block_bytes : last * self._block_bytes]
+        blocks = lease.table[first:last]
+        before = blocks.copy()
+        lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, blocks)
+        if not np.array_equal(before, blocks):
+            self._sync(lease)
+
+    def _set_tokens(self, lease: Lease, data: bytes) -> None:
+        num_head = len(data) // self._block_bytes * self._block_bytes
+        lease.head = data[:num_head]
+        rest = unpack_tokens(data[num_head:])
+        self.rows.tail[lease.row, : len(rest)] = rest
+        self.rows.num_tokens[lease.row] = len(data) // TOKEN_BYTES
+        self._sync(lease)
+
+    def _known_tokens(self, lease: Lease) -> bytes:
+        num_tail = int(self.rows.num_tokens[lease.row]) & (self._block_tokens - 1)
+        return lease.head + self.rows.tail[lease.row, :num_tail].tobytes()
+
+    def _sync(self, lease: Lease, num_reserved: int | None = None) -> None:
+        """Bring the row's derived figures in line with the lease's table and tokens."""
+        rows, row = self.rows, lease.row
+        if num_reserved is not None:
+            rows.num_reserved[row] = num_reserved
+            rows.num_places[row] = lease.num_blocks * self._block_tokens
+        index = int(rows.num_tokens[row]) // self._block_tokens
+        rows.next_block[row] = lease.table[index] if index < lease.num_blocks else -1
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
+
+    def _figure(self, lease: Lease, column: Int64Array, name: str) -> int:
+        self._check_open(lease, name)
+        return int(column[lease.row])
+
+    @staticmethod
+    def _check_open(lease: Lease, call: str) -> None:
+        if not lease.is_open:
+            raise LeaseClosed(lease.request_id, call)

@@ -1,0 +1,164 @@
+"""Pages of blocks: which blocks are taken, and which to take next.
+
+A page's occupancy is a bit mask (bit i set: block i of the page is taken). Long runs take whole pages, the tail of a
+sequence goes into a partly used page, so that 256-token pages waste no more than 16-token blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from looseleaf.errors import IntegrityError
+from looseleaf.ids import Int32Array
+
+
+class PagePool:
+    """Gives out blocks of `num_pages` pages and takes them back. Knows nothing of sequences.
+
+    Modifies itself only. Block ids are `page_id * blocks_per_page + index`. Free blocks are found through buckets of
+    pages by their number of free blocks, never by a scan.
+    """
+
+    def __init__(self, num_pages: int, blocks_per_page: int) -> None:
+        self.num_pages = num_pages
+        self.blocks_per_page = blocks_per_page
+        self.full_mask = (1 << blocks_per_page) - 1
+        self.masks = [0] * num_pages
+        self.num_free_blocks = num_pages * blocks_per_page
+        # Whole free pages, lowest id on top. Pages leave only from the top, so a list needs no look-up inside.
+        self.free_pages = list(range(num_pages - 1, -1, -1))
+        # partial[f]: pages with f free blocks, 0 < f < blocks_per_page; a dict is an ordered set with O(1) removal.
+        self.partial: list[dict[int, None]] = [{} for _ in range(blocks_per_page)]
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without any taken block."""
+        return len(self.free_pages)
+
+    @property
+    def num_partial_pages(self) -> int:
+        """Pages with both taken and free blocks."""
+        return sum(map(len, self.partial))
+
+    def take(self, num_blocks: int, after: int | None = None) -> Int32Array:
+        """`num_blocks` free blocks, int32 [num_blocks], in the order in which a sequence should use them.
+
+        `after` is the sequence's last block: the blocks right behind it in its page are preferred. Then whole pages,
+        then one partly used page that has room for the rest and some to grow, then a fresh page, then whatever is
+        free. The caller guarantees `num_blocks <= num_free_blocks`. Costs O(pages touched).
+        """
+        taken: list[int] = []
+        if after is not None:
+            self._take_behind(after, num_blocks, taken)
+        left = num_blocks - len(taken)
+        while left >= self.blocks_per_page and self.free_pages:
+            taken.extend(self._take_run(self.free_pages[-1], 0, self.blocks_per_page))
+            left -= self.blocks_per_page
+        if left and left < self.blocks_per_page:
+            page = self._page_with_room(left)
+            if page is not None:
+                taken.extend(self._take_some(page, left))
+                left = 0
+        while left:
+            page = self._emptiest_page()
+            count = min(left, self.blocks_per_page - self.masks[page].bit_count())
+            taken.extend(self._take_some(page, count))
+            left -= count
+        return np.array(taken, dtype=np.int32)
+
+    def give_back(self, blocks: Int32Array) -> None:
+        """Return taken blocks, int32 [num_blocks], each at most once.
+
+        Raises:
+            IntegrityError: I3, a block is free already; nothing is given back then.
+        """
+        if len(blocks) == 0:
+            return
+        pages = blocks // self.blocks_per_page
+        bits = np.left_shift(np.uint64(1), (blocks % self.blocks_per_page).astype(np.uint64))
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(pages)) + 1))
+        # A sum, not an OR: a block named twice in a run carries over and is caught by the check.
+        runs = list(zip(pages[starts].tolist(), np.add.reduceat(bits, starts).tolist(), strict=True))
+        counts = np.diff(np.append(starts, len(blocks))).tolist()
+        cleared: dict[int, int] = {}
+        for (page, mask), count in zip(runs, counts, strict=True):
+            seen = cleared.get(page, 0)
+            if mask.bit_count() != count or mask & ~self.masks[page] or mask & seen:
+                raise IntegrityError(
+                    "I3", f"a block of page {page} is given back twice (blocks {blocks.tolist()[:8]}…)"
+                )
+            cleared[page] = seen | mask
+        for page, mask in cleared.items():
+            self._set_mask(page, self.masks[page] & ~mask)
+
+    def _take_behind(self, block: int, num_blocks: int, taken: list[int]) -> None:
+        page, index = divmod(block, self.blocks_per_page)
+        free = ~self.masks[page] & self.full_mask
+        start = index + 1
+        count = 0
+        while count < num_blocks and free >> (start + count) & 1:
+            count += 1
+        if count:
+            taken.extend(self._take_run(page, start, count))
+
+    def _page_with_room(self, num_blocks: int) -> int | None:
+        """A partly used page for the tail of a sequence: fullest first among those with room to grow, then a fresh
+        page, then the fullest that just fits."""
+        growth = max(1, self.blocks_per_page // 4)
+        for free in range(min(num_blocks + growth, self.blocks_per_page), self.blocks_per_page):
+            if self.partial[free]:
+                return next(reversed(self.partial[free]))
+        if self.free_pages:
+            return self.free_pages[-1]
+        for free in range(num_blocks, self.blocks_per_page):
+            if self.partial[free]:
+                return next(reversed(self.partial[free]))
+        return None
+
+    def _emptiest_page(self) -> int:
+        if self.free_pages:
+            return self.free_pages[-1]
+        for pages in reversed(self.partial):
+            if pages:
+                return next(reversed(pages))
+        raise IntegrityError("I3", f"{self.num_free_blocks} blocks are counted as free but no page has one")
+
+    def _take_some(self, page: int, num_blocks: int) -> list[int]:
+        """`num_blocks` free blocks of one page: the lowest run that is long enough, else the lowest free ones."""
+        free = ~self.masks[page] & self.full_mask
+        starts = free
+        for _ in range(num_blocks - 1):
+            starts &= starts >> 1  # bit i stays set while the run from i on is free
+        if starts:
+            low = (starts & -starts).bit_length() - 1
+            return list(self._take_run(page, low, num_blocks))
+        indices = []
+        for _ in range(num_blocks):
+            low = free & -free
+            indices.append(low.bit_length() - 1)
+            free ^= low
+        mask = sum(1 << index for index in indices)
+        self._set_mask(page, self.masks[page] | mask)
+        base = page * self.blocks_per_page
+        return [base + index for index in indices]
+
+    def _take_run(self, page: int, start: int, count: int) -> range:
+        self._set_mask(page, self.masks[page] | ((1 << count) - 1) << start)
+        base = page * self.blocks_per_page + start
+        return range(base, base + count)
+
+    def _set_mask(self, page: int, mask: int) -> None:
+        """Change a page's mask and move the page to the list of its new state."""
+        old = self.masks[page]
+        free_before = self.blocks_per_page - old.bit_count()
+        free_now = self.blocks_per_page - mask.bit_count()
+        self.masks[page] = mask
+        self.num_free_blocks += free_now - free_before
+        if free_before == self.blocks_per_page:
+            self.free_pages.pop()  # a whole free page is only ever taken from the top
+        elif free_before:
+            del self.partial[free_before][page]
+        if free_now == self.blocks_per_page:
+            self.free_pages.append(page)
+        elif free_now:
+            self.partial[free_now][page] = None

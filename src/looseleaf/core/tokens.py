@@ -1,0 +1,62 @@
+"""Token ids as packed int32 bytes: the form in which prompts are stored and compared."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from looseleaf.errors import InvalidTokens
+
+Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
+
+TOKEN_BYTES = 4
+_LIMIT = 2**31
+
+
+def pack_tokens(tokens: Tokens) -> bytes:
+    """Token ids as native int32 bytes, 4 a token.
+
+    Radix edges are compared as bytes: one memory comparison instead of a loop over integers.
+
+    Raises:
+        InvalidTokens: empty, negative, ≥ 2**31, not integers, or not one-dimensional. Costs O(tokens).
+    """
+    if len(tokens) == 0:
+        raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
+    if isinstance(tokens, np.ndarray):
+        return _pack_array(tokens)
+    try:
+        packed = array("i", tokens)
+    except TypeError as error:
+        raise InvalidTokens(f"tokens must be integers ({error})") from None
+    except OverflowError:
+        raise InvalidTokens(f"a token id is outside 0 to {_LIMIT - 1}") from None
+    data = packed.tobytes()
+    _check_not_negative(np.frombuffer(data, dtype=np.int32))
+    return data
+
+
+def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:
+    """The int32 array [num_tokens] that `data` packs; read-only, no copy."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidTokens(
+            f"tokens must be a one-dimensional integer array, not {tokens.ndim}-dimensional {tokens.dtype}"
+        )
+    if tokens.dtype != np.int32 and int(tokens.max()) >= _LIMIT:
+        raise InvalidTokens(f"token id {int(tokens.max())} is above {_LIMIT - 1}")
+    _check_not_negative(tokens)
+    return tokens.astype(np.int32, copy=False).tobytes()
+
+
+def _check_not_negative(tokens: npt.NDArray[np.integer]) -> None:
+    if int(tokens.min()) < 0:
+        at = int(np.argmax(tokens < 0))
+        raise InvalidTokens(f"token id {int(tokens[at])} at position {at} is negative")

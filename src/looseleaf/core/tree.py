@@ -1,0 +1,230 @@
+"""The prefix tree: a radix tree over packed token ids whose edges are runs of whole blocks.
+
+        root ── "policy prompt" ─┬─ "question 1"
+          (12 blocks)            └─ "question 2" ── "follow-up"
+
+A node owns the run of blocks on the edge from its parent. All blocks of one node have the same history: the same leases
+hold them, the same pins cover them, the same requests used them. Where histories part, the node is split; that is
+what makes it right to count, pin and evict by node. This file knows structure only: no reference counts, no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.tokens import TOKEN_BYTES
+from looseleaf.ids import Int32Array, Int64Array, Namespace
+
+EMPTY_BLOCKS: Int32Array = np.empty(0, dtype=np.int32)
+EMPTY_BLOCKS.flags.writeable = False
+
+
+class Node:
+    """A run of stored blocks below its parent; a root has none.
+
+    id              opaque id for policies, never used twice
+    tokens          packed tokens of the run, whole blocks
+    blocks          int32 [num_blocks], the blocks that hold them
+    end             logical blocks from the root to the end of the run
+    alive           in the tree; a cleared node that is still held is not
+    sealed          another lease or a pin has met it: it must not be extended in place any more
+    num_hard_pins   hard pins that cover the run
+    soft_priorities priorities of the soft pins that cover the run
+    queue           the victim queue in which it is offered: "", "unpinned" or "soft"
+    chain_keys      int64 [num_blocks] or None: `forgotten.chain_keys` of its blocks, once they were asked for
+    """
+
+    __slots__ = (
+        "alive", "blocks", "chain_keys", "children", "end", "id", "namespace", "num_hard_pins", "parent", "queue",
+        "sealed", "soft_priorities", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, node_id: int, parent: Node | None, namespace: Namespace, tokens: bytes, blocks: Int32Array
+    ) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.namespace = namespace
+        self.tokens = tokens
+        self.blocks = blocks
+        self.end: int = (parent.end if parent else 0) + len(blocks)
+        self.children: dict[bytes, Node] = {}
+        self.alive = True
+        self.sealed = False
+        self.num_hard_pins = 0
+        self.soft_priorities: list[int] = []
+        self.queue = ""
+        self.chain_keys: Int64Array | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """True for the root of a namespace, which owns no blocks."""
+        return self.parent is None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the run."""
+        return len(self.blocks)
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if any pin covers the run."""
+        return bool(self.num_hard_pins or self.soft_priorities)
+
+    def path(self) -> list[Node]:
+        """The nodes from below the root to this one, root side first; the root itself is not among them."""
+        nodes = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a look-up ended: the first `num_blocks` blocks of the asked tokens are stored.
+
+    They end after the first `num_edge_blocks` blocks of `node`'s run (all of them, unless the look-up left an edge
+    midway).
+    """
+
+    node: Node
+    num_edge_blocks: int
+    num_blocks: int
+
+
+class PrefixTree:
+    """Namespaces, their roots and the nodes below. Roots come into being with the first stored run."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_bytes = block_tokens * TOKEN_BYTES
+        self.roots: dict[Namespace, Node] = {}
+        self.nodes: dict[int, Node] = {}
+        # Root children over all namespaces by their first block, to tell "never seen" from "seen in another namespace".
+        self.first_blocks: dict[bytes, int] = {}
+        self._next_id = 0
+
+    def root(self, namespace: Namespace) -> Node:
+        """The root of a namespace, made if there is none."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(self._new_id(), None, namespace, b"", EMPTY_BLOCKS)
+        return root
+
+    def find(self, root: Node, data: bytes, max_blocks: int) -> Match:
+        """The longest stored prefix of packed tokens, at most `max_blocks` whole blocks. Read-only.
+
+        Costs one dictionary look-up and one memory comparison per node on the way.
+        """
+        size = self.block_bytes
+        stop = max_blocks * size
+        node, at = root, 0
+        while at < stop:
+            child = node.children.get(data[at : at + size])
+            if child is None:
+                break
+            length = len(child.tokens)
+            if length <= stop - at and data.startswith(child.tokens, at):
+                node, at = child, at + length
+                continue
+            num_edge = self.common_blocks(child.tokens, data, at, stop)
+            return Match(child, num_edge, at // size + num_edge)
+        return Match(node, node.num_blocks, at // size)
+
+    def common_blocks(self, edge: bytes, data: bytes, at: int, stop: int) -> int:
+        """Whole blocks that `edge` and `data[at:stop]` have in common at their beginnings."""
+        length = min(len(edge), stop - at)
+        count = length // TOKEN_BYTES
+        ours = np.frombuffer(edge, dtype=np.int32, count=count)
+        theirs = np.frombuffer(data, dtype=np.int32, count=count, offset=at)
+        differ = ours != theirs
+        first = int(differ.argmax()) if count else 0
+        if count == 0 or not differ[first]:
+            return length // self.block_bytes
+        return first * TOKEN_BYTES // self.block_bytes
+
+    def insert(self, parent: Node, tokens: bytes, blocks: Int32Array) -> Node:
+        """A new leaf below `parent`, which has no child that begins with the same block."""
+        node = Node(self._new_id(), parent, parent.namespace, tokens, blocks)
+        key = tokens[: self.block_bytes]
+        parent.children[key] = node
+        self.nodes[node.id] = node
+        if parent.is_root:
+            self.first_blocks[key] = self.first_blocks.get(key, 0) + 1
+        return node
+
+    def extend(self, node: Node, tokens: bytes, blocks: Int32Array) -> None:
+        """Lengthen the run of a leaf."""
+        node.tokens += tokens
+        node.blocks = np.concatenate((node.blocks, blocks))
+        node.end += len(blocks)
+        node.chain_keys = None
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut a run after its first `num_blocks` blocks, 0 < num_blocks < node.num_blocks.
+
+            parent ── [0 … k … n) node          parent ── [0 … k) upper ── [k … n) node
+
+        The node keeps its identity as the lower part, so leases and pins that end at it still do. Returns the upper
+        part.
+        """
+        parent = node.parent
+        assert parent is not None  # a root has no run to cut
+        cut = num_blocks * self.block_bytes
+        upper = Node(self._new_id(), parent, node.namespace, node.tokens[:cut], node.blocks[:num_blocks].copy())
+        parent.children[node.tokens[: self.block_bytes]] = upper
+        node.tokens = node.tokens[cut:]
+        node.blocks = node.blocks[num_blocks:].copy()
+        node.parent = upper
+        upper.children[node.tokens[: self.block_bytes]] = node
+        upper.sealed = True
+        upper.num_hard_pins = node.num_hard_pins
+        upper.soft_priorities = list(node.soft_priorities)
+        if node.chain_keys is not None:
+            upper.chain_keys = node.chain_keys[:num_blocks].copy()
+            node.chain_keys = node.chain_keys[num_blocks:].copy()
+        self.nodes[upper.id] = upper
+        return upper
+
+    def shorten(self, node: Node, num_blocks: int) -> None:
+        """Drop the last `num_blocks` blocks of a leaf's run, fewer than it has."""
+        keep = node.num_blocks - num_blocks
+        node.tokens = node.tokens[: keep * self.block_bytes]
+        node.blocks = node.blocks[:keep].copy()
+        node.end -= num_blocks
+        node.chain_keys = None if node.chain_keys is None else node.chain_keys[:keep].copy()
+
+    def remove(self, node: Node) -> None:
+        """Take a node without children out of the tree. It keeps its parent, so that a lease can find its way up."""
+        parent = node.parent
+        assert parent is not None  # roots are dropped by `drop_root`
+        key = node.tokens[: self.block_bytes]
+        del parent.children[key]
+        del self.nodes[node.id]
+        node.alive = False
+        if parent.is_root:
+            self.first_blocks[key] -= 1
+            if not self.first_blocks[key]:
+                del self.first_blocks[key]
+
+    def drop_root_if_empty(self, root: Node) -> None:
+        """Forget a namespace that stores nothing. Leases that still name the old root store into a new one."""
+        if not root.children and self.roots.get(root.namespace) is root:
+            del self.roots[root.namespace]
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

@@ -1,0 +1,71 @@
+"""Which stored node goes next: unpinned leaves in the policy's order, then softly pinned ones by priority."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from looseleaf.core.blocks import BlockLedger
+from looseleaf.core.eviction import EvictionPolicy
+from looseleaf.core.eviction.heap import OfferedHeap
+from looseleaf.core.tree import Node, PrefixTree
+
+
+class VictimQueue:
+    """Keeps the set of victims equal to the cached, unheld, not hard-pinned leaves (I9).
+
+    `review` is called for a node whenever its children, its holders or its pins may have changed; everything else
+    follows.
+    """
+
+    def __init__(self, policy: EvictionPolicy, tree: PrefixTree, ledger: BlockLedger) -> None:
+        self.policy = policy
+        self._tree = tree
+        self._ledger = ledger
+        self._soft = OfferedHeap()
+        self._num_soft_offers = 0
+
+    def review(self, node: Node) -> None:
+        """Offer the node, withdraw it, or move it between the queues, as its state demands. O(log victims)."""
+        wanted = self._queue_for(node)
+        if wanted == node.queue and wanted != "soft":
+            return
+        self.withdraw(node)
+        if wanted == "unpinned":
+            self.policy.offer(node.id, node.end)
+        elif wanted == "soft":
+            self._num_soft_offers += 1
+            self._soft.offer(node.id, (max(node.soft_priorities), self._num_soft_offers))
+        node.queue = wanted
+
+    def withdraw(self, node: Node) -> None:
+        """Take the node out of the queue that it is in, if any."""
+        if node.queue == "unpinned":
+            self.policy.withdraw(node.id)
+        elif node.queue == "soft":
+            self._soft.withdraw(node.id)
+        node.queue = ""
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut a run after `num_blocks` blocks where histories part; both parts keep the history so far. The upper
+        part."""
+        upper = self._tree.split(node, num_blocks)
+        self.policy.split(node.id, upper.id)
+        return upper
+
+    def next(self) -> Node | None:
+        """The node to evict from now, None if nothing can be evicted."""
+        node_id = self.policy.victim()
+        if node_id is None:
+            node_id = self._soft.first()
+        return None if node_id is None else self._tree.nodes[node_id]
+
+    def offered(self, queue: str) -> Iterable[int]:
+        """Node ids in the queue "unpinned" or "soft", for the integrity check."""
+        return self.policy.offered() if queue == "unpinned" else self._soft.offered()
+
+    def _queue_for(self, node: Node) -> str:
+        if node.is_root or not node.alive or node.children or node.num_hard_pins:
+            return ""
+        if self._ledger.refs[node.blocks[0]]:
+            return ""
+        return "soft" if node.soft_priorities else "unpinned"
