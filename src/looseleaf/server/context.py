@@ -1,0 +1,63 @@
+"""What the routes work with: one frozen object per app, found through the request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from looseleaf.core.manager import CacheManager
+from looseleaf.engine.async_engine import AsyncEngine
+from looseleaf.engine.tokenizer import Tokenizer
+from looseleaf.server.auth import RequestDirectory
+from looseleaf.server.errors import ApiError
+from looseleaf.server.request_pins import RequestPins
+from looseleaf.server.settings import ServerSettings
+from looseleaf.telemetry import Metrics
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """The objects behind one app.
+
+    `cache_clock` is the clock that `cache` reads. `created`: Unix time in seconds at which the model was put up.
+    """
+
+    engine: AsyncEngine
+    cache: CacheManager
+    tokenizer: Tokenizer
+    model_name: str
+    metrics: Metrics
+    settings: ServerSettings
+    request_pins: RequestPins
+    directory: RequestDirectory
+    cache_clock: Callable[[], float]
+    created: int
+
+    def unix_seconds(self, cache_seconds: float) -> float:
+        """A time of the cache's clock as Unix time, in milliseconds' precision."""
+        return round(time.time() - self.cache_clock() + cache_seconds, 3)
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the served model's name, or none.
+
+        Raises:
+            ApiError: 404 `model_not_found`.
+        """
+        if name is not None and name != self.model_name:
+            message = f"the model {name!r} does not exist here; this server has {self.model_name!r}"
+            raise ApiError(message, status=404, code="model_not_found", param="model")
+
+
+def get_context(request: Request) -> ServerContext:
+    """The context of the app that got `request`."""
+    context = request.app.state.context
+    if not isinstance(context, ServerContext):
+        raise TypeError("the app was not made by create_app")
+    return context
+
+
+Context = Annotated[ServerContext, Depends(get_context)]

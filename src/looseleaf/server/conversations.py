@@ -1,0 +1,97 @@
+"""Conversations as token ids, and which of these tokens stay the same when the conversation goes on.
+
+A chat template decides what a message looks like in context (some put the system text into the first user
+turn, some drop thoughts from old turns), so the tokens of `messages[:k]` are not simply the first tokens of
+`messages`. What *is* common is found by trying: render the conversation with two different continuations, and
+take the prefix on which all renderings agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from looseleaf.engine.tokenizer import Tokenizer
+from looseleaf.errors import RequestError
+
+_PROBES = ("a", "7")
+_PART_SEPARATOR = "\n"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message: its text in parts, and what else the template may want to know (`extra`)."""
+
+    role: str
+    parts: tuple[str, ...]
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    def as_message(self) -> dict[str, object]:
+        """The message as chat templates expect it; parts are joined by a newline."""
+        return {"role": self.role, "content": _PART_SEPARATOR.join(self.parts), **self.extra}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a conversation: the end of part `part` of turn `turn`."""
+
+    turn: int
+    part: int
+
+
+def render(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+    """Token ids of a request that asks for the next answer.
+
+    Raises:
+        RequestError: the template refuses these messages.
+    """
+    return tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=True)
+
+
+def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+    """The tokens with which every request begins whose conversation begins with `turns`.
+
+    Costs two or three renderings.
+
+    Raises:
+        RequestError: the template refuses these messages with every continuation.
+    """
+    answers = turns[-1].role in ("user", "tool", "function")
+    role = "assistant" if answers else "user"
+    renderings = _renderings(tokenizer, [[*turns, Turn(role, (probe,))] for probe in _PROBES])
+    if answers:
+        renderings.append(render(tokenizer, turns))
+    if not renderings:
+        renderings.append(tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False))
+    return _common_prefix(renderings)
+
+
+def prefix_up_to(tokenizer: Tokenizer, turns: Sequence[Turn], mark: Mark, prompt: list[int]) -> list[int]:
+    """The tokens of `prompt` (= `render(turns)`) that do not depend on what comes after `mark`."""
+    turn = turns[mark.turn]
+    if mark.part >= len(turn.parts) - 1:
+        return _common_prefix([prompt, stable_prefix(tokenizer, turns[: mark.turn + 1])])
+    kept = turn.parts[: mark.part + 1]
+    variants = [[*turns[: mark.turn], replace(turn, parts=(*kept, probe))] for probe in _PROBES]
+    return _common_prefix([prompt, *_renderings(tokenizer, variants)])
+
+
+def _renderings(tokenizer: Tokenizer, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
+    """Renderings of those that the template accepts."""
+    renderings = []
+    for turns in conversations:
+        with contextlib.suppress(RequestError):
+            messages = [turn.as_message() for turn in turns]
+            renderings.append(tokenizer.render_chat(messages, add_generation_prompt=False))
+    return renderings
+
+
+def _common_prefix(sequences: Sequence[list[int]]) -> list[int]:
+    """The longest list with which all of them begin."""
+    shortest = min(len(sequence) for sequence in sequences)
+    table = np.array([sequence[:shortest] for sequence in sequences], dtype=np.int64)
+    differs = np.flatnonzero((table != table[0]).any(axis=0))
+    return sequences[0][: int(differs[0]) if differs.size else shortest]

@@ -1,0 +1,97 @@
+"""Pins that come with ordinary requests (`prompt_cache_retention`, `cache_control`): asked again and again,
+kept once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.manager import CacheManager
+from looseleaf.errors import PinQuotaExceeded, UnknownPin
+
+_MAX_REMEMBERED_PINS = 10_000
+
+
+@dataclass(frozen=True)
+class PinRequest:
+    """A wish: keep these tokens for `ttl_seconds`."""
+
+    tokens: list[int]
+    ttl_seconds: float
+
+
+@dataclass(frozen=True)
+class GrantedPin:
+    """A wish that was granted; how much it holds is a question for the cache (`describe`)."""
+
+    pin_id: str
+
+
+@dataclass(frozen=True)
+class RefusedPin:
+    """A wish that the quota does not allow, with the numbers."""
+
+    error: PinQuotaExceeded
+
+
+class RequestPins:
+    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made
+    before, so that it lives on and there is one of it. Used from the event loop only."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._pin_of_wish: OrderedDict[bytes, str] = OrderedDict()
+
+    def grant(self, wish: PinRequest, *, namespace: str, owner: str) -> GrantedPin | RefusedPin:
+        """Pin, or say why not. The new pin is made before the old one goes, so that nothing is unprotected
+        meanwhile."""
+        try:
+            pin = self._cache.pin(
+                tokens=wish.tokens,
+                namespace=namespace,
+                owner=owner,
+                ttl_seconds=wish.ttl_seconds,
+                level="hard",
+            )
+        except PinQuotaExceeded as error:
+            return RefusedPin(error)
+        key = _wish_key(wish, namespace)
+        old_id = self._pin_of_wish.pop(key, None)
+        if old_id is not None:
+            with contextlib.suppress(UnknownPin):
+                self._cache.unpin(old_id)
+        self._pin_of_wish[key] = pin.id
+        if len(self._pin_of_wish) > _MAX_REMEMBERED_PINS:
+            self._pin_of_wish.popitem(last=False)
+        return GrantedPin(pin.id)
+
+    def describe(self, outcome: GrantedPin | RefusedPin) -> str:
+        """One outcome as text for a header: `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.
+
+        Status: `held`, `partial` (not all of it is held), `pending` (nothing is computed yet; it takes effect
+        as it comes), `too_short` (less than a block), `refused` (with the quota's numbers), `expired`.
+        """
+        if isinstance(outcome, RefusedPin):
+            error = outcome.error
+            needed = f"needed_blocks={error.needed_blocks}; available_blocks={error.available_blocks}"
+            return f"status=refused; {needed}; quota_blocks={error.quota_blocks}"
+        pin = next((pin for pin in self._cache.pins() if pin.id == outcome.pin_id), None)
+        if pin is None:
+            return f"status=expired; id={outcome.pin_id}"
+        block_tokens = self._cache.config.block_tokens
+        wanted = pin.num_tokens // block_tokens * block_tokens
+        status = "held" if wanted else "too_short"
+        if pin.num_pinned_tokens < wanted:
+            status = "partial" if pin.num_pinned_tokens or pin.is_limited else "pending"
+        numbers = f"num_tokens={pin.num_tokens}; num_pinned_tokens={pin.num_pinned_tokens}"
+        return f"status={status}; id={pin.id}; {numbers}"
+
+
+def _wish_key(wish: PinRequest, namespace: str) -> bytes:
+    digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
+    digest.update(f"{len(wish.tokens)} {wish.ttl_seconds} {namespace}".encode("utf-8", "surrogatepass"))
+    return digest.digest()
