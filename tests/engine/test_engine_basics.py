@@ -8,10 +8,7 @@ from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import FinishReason
 from looseleaf.errors import DuplicateRequest, InvalidTokens, OutOfBlocks, PromptTooLong
 from looseleaf.testing.engine_kit import EngineKit
-
-
-def prompt_of(num_tokens, seed=0):
-    return [(7 * i + 31 * seed + i * i * (seed + 1)) % 251 for i in range(num_tokens)]
+from looseleaf.testing.engine_kit import sample_prompt as prompt_of
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 30])
@@ -134,7 +131,7 @@ def test_prefill_only(num_tokens):
 
 
 def test_end_token():
-    """The end token ends a request with "stop" and is not given out, but counted; ignored, it is a token like others."""
+    """The end token ends a request with "stop", counted but not given out; ignored, it is a token like others."""
     for ignore in (False, True):
         kit = EngineKit()
         kit.runner.script("a", 5, [65, 66, 257, 67, 68])
@@ -172,7 +169,7 @@ def test_stop_strings_through_the_engine(tokens, text, reason):
 
 
 def test_each_delta_agrees_with_itself():
-    """[S112] In each chunk of a stream with stop strings and logprobs the tokens make the text; the sum is the whole."""
+    """[S112] In each chunk of a stream with stop strings and logprobs the tokens make the text, and so in sum."""
     kit = EngineKit()
     script = list("DE€DEFé😀DDEF.".encode())
     kit.runner.script("a", 5, script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -126,7 +127,7 @@ def test_cut_into_tokens_does_not_matter(text, stops, rng):
     expected = text if end is None else text[: end[1]]
     cuts = sorted(rng.sample(range(len(text) + 1), k=min(len(text), rng.randint(0, 6)))) if text else []
     edges = [0, *cuts, len(text)]
-    texts, stopped, _ = stream(stops, [text[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+    texts, stopped, _ = stream(stops, [text[a:b] for a, b in itertools.pairwise(edges)])
     assert "".join(texts) == expected
     assert stopped == (end is not None)
 

@@ -141,3 +141,8 @@ class EngineKit:
         tokens = self.runner.expected_tokens(request.prompt_tokens, num_tokens, params, request.namespace)
         ends = tokens[-1:] == [self.runner.model.eos_token_id] and not params.ignore_eos
         return tokens[:-1] if ends else tokens
+
+
+def sample_prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Byte tokens that look random; other seeds share no block, the same seed shares all."""
+    return [(7 * i + 31 * seed + i * i * (seed + 1)) % 251 for i in range(num_tokens)]

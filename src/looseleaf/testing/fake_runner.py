@@ -24,7 +24,7 @@ _UInt64Array = npt.NDArray[np.uint64]
 _NEVER = -1
 
 
-class StampMismatch(AssertionError):  # noqa: N818  # a fact, named like those of looseleaf.errors
+class StampMismatch(AssertionError):
     """A block table leads to a slot that does not hold what this sequence wrote there. The message has the
     facts."""
 
@@ -237,7 +237,8 @@ _MASK = 2**64 - 1
 def link(before: _UInt64Array, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
     """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo
     2**64."""
-    return before * np.uint64(_FACTOR) + _hash(token_ids, positions)
+    stamps: _UInt64Array = before * np.uint64(_FACTOR) + _hash(token_ids, positions)
+    return stamps
 
 
 def chain(before: int, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
@@ -250,11 +251,13 @@ def chain(before: int, token_ids: Int64Array, positions: npt.NDArray[np.int64]) 
     powers = np.cumprod(np.full(num_tokens, _FACTOR, np.uint64))
     inverses = np.cumprod(np.full(num_tokens, pow(_FACTOR, -1, 2**64), np.uint64))
     sums = np.cumsum(_hash(token_ids, positions) * inverses)
-    return powers * (np.uint64(before & _MASK) + sums)
+    stamps: _UInt64Array = powers * (np.uint64(before & _MASK) + sums)
+    return stamps
 
 
 def _hash(token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
-    mixed = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+    mixed: _UInt64Array = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
     mixed ^= (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0xA0761D6478BD642F)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return mixed ^ (mixed >> np.uint64(29))
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
