@@ -1,1 +1,1 @@
-
+"""Scheduling, batching, text and streams over a `CacheManager` and a `ModelRunner`. Torch-free. See `README.md`."""

@@ -19,8 +19,9 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     decodes, chunks = plan.decodes, plan.chunks
     sequences = plan.sequences
     num_decodes = len(decodes)
-    tables = tuple(_table(sequence) for sequence in sequences)
-    token_ids, positions, slots = _decode_arrays(plan)
+    tables = tuple([_table(sequence) for sequence in sequences])
+    token_ids, slots = plan.decode_tokens, plan.decode_slots
+    positions = np.array([sequence.num_tokens - 1 for sequence in decodes], np.int64)
     if chunks:
         spans = [_chunk_arrays(chunk, tables[num_decodes + i], block_tokens) for i, chunk in enumerate(chunks)]
         token_ids = np.concatenate([token_ids, *(span[0] for span in spans)])
@@ -30,20 +31,17 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     lengths[0] = 0
     lengths[num_decodes + 1 :] = [chunk.num_tokens for chunk in chunks]
     query_starts = np.cumsum(lengths, dtype=np.int32)
-    sampled = np.fromiter(
-        (*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)),
-        np.int32,
-    )
+    sampled = [*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)]
     return StepBatch(
-        request_ids=tuple(sequence.request_id for sequence in sequences),
+        request_ids=tuple([sequence.request_id for sequence in sequences]),
         token_ids=token_ids,
         positions=positions,
         slots=slots,
         query_starts=query_starts,
         num_context_tokens=positions[query_starts[:-1]].astype(np.int32),
         block_tables=tables,
-        sampled=sampled,
-        sampling=tuple(sequences[i].sampling_row() for i in sampled.tolist()),
+        sampled=np.array(sampled, np.int32),
+        sampling=tuple([sequences[i].sampling_row() for i in sampled]),
     )
 
 
@@ -51,13 +49,6 @@ def _table(sequence: Sequence) -> Int32Array:
     if sequence.lease is None:
         raise RuntimeError(f"request {sequence.request_id!r} is in a step plan without a lease")
     return sequence.lease.block_table
-
-
-def _decode_arrays(plan: StepPlan) -> tuple[Int64Array, Int64Array, Int64Array]:
-    num_decodes = len(plan.decodes)
-    token_ids = np.fromiter((sequence.last_token for sequence in plan.decodes), np.int64, num_decodes)
-    positions = np.fromiter((sequence.num_tokens for sequence in plan.decodes), np.int64, num_decodes) - 1
-    return token_ids, positions, plan.decode_slots
 
 
 def _chunk_arrays(chunk: Chunk, table: Int32Array, block_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:

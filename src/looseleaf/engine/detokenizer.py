@@ -7,7 +7,8 @@ a short *window* of tokens that were given out before, and what they add to the 
     prompt tail / given out          new
     [ window ....................)[ pending ........)     text = decode(window + pending) - decode(window)
 
-Pending tokens are given out together as soon as that text does not end inside a character.
+Pending tokens are given out together as soon as that text does not end inside a character. What was given out joins
+the window, whose text is then known without decoding it again; only when it has become long is it cut and decoded anew.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from looseleaf.engine.tokenizer import Tokenizer
 
 _PARTIAL = "\ufffd"
 _NUM_WINDOW_TOKENS = 6
+_MAX_WINDOW_TOKENS = 24
 _MAX_CHARACTER_TOKENS = 4
 _MAX_PENDING_TOKENS = 16
 
@@ -31,7 +33,7 @@ class TextPiece(NamedTuple):
 
 
 class Detokenizer:
-    """State of one sequence. Cost per token: two `decode` calls over a few tokens."""
+    """State of one sequence. Cost per token: little more than one `decode` call over at most some 30 tokens."""
 
     __slots__ = ("_pending", "_tokenizer", "_window", "_window_text")
 
@@ -48,9 +50,9 @@ class Detokenizer:
     def push(self, token_id: int) -> TextPiece | None:
         """Add a token; the piece that is whole now, or None while a character is open."""
         self._pending.append(token_id)
-        text = self._pending_text()
+        text = self._tokenizer.decode(self._window + self._pending)
         if not text.endswith(_PARTIAL):
-            return self._take(len(self._pending), text)
+            return self._take_all(text)
         if len(self._pending) >= _MAX_PENDING_TOKENS:
             return self._take_what_cannot_change(text)
         return None
@@ -59,26 +61,38 @@ class Detokenizer:
         """Give out what is pending, open characters as U+FFFD; None if nothing is."""
         if not self._pending:
             return None
-        return self._take(len(self._pending), self._pending_text())
+        return self._take_all(self._tokenizer.decode(self._window + self._pending))
 
-    def _pending_text(self) -> str:
-        return self._tokenizer.decode(self._window + self._pending)[len(self._window_text) :]
+    def _take_all(self, text: str) -> TextPiece:
+        """Give out all that is pending; `text` is that of window and pending tokens."""
+        piece = TextPiece(len(self._pending), text[len(self._window_text) :])
+        self._window += self._pending
+        self._window_text = text
+        self._pending = []
+        if len(self._window) > _MAX_WINDOW_TOKENS:
+            self._cut_window()
+        return piece
 
-    def _take(self, num_tokens: int, text: str) -> TextPiece:
-        taken = self._pending[:num_tokens]
-        del self._pending[:num_tokens]
-        if text:
-            self._window = taken[-_NUM_WINDOW_TOKENS:]
-        else:  # special tokens without text: a window of them alone would hide the next leading space
-            self._window = (self._window + taken)[-2 * _NUM_WINDOW_TOKENS :]
-        self._window_text = self._tokenizer.decode(self._window)
-        return TextPiece(num_tokens, text)
+    def _cut_window(self) -> None:
+        """Keep the last tokens that make whole characters; special ones alone would hide the next leading space."""
+        for start in range(len(self._window) - _NUM_WINDOW_TOKENS, 0, -1):
+            window = self._window[start:]
+            text = self._tokenizer.decode(window)
+            if text and not text.startswith(_PARTIAL) and self._window_text.endswith(text):
+                break
+        else:
+            window = self._window[-_NUM_WINDOW_TOKENS:]
+            text = self._tokenizer.decode(window)
+        self._window, self._window_text = window, text
 
     def _take_what_cannot_change(self, text: str) -> TextPiece | None:
         """Bytes that will never be a character, without those at the end that still may become one."""
         for num_tokens in range(len(self._pending) - _MAX_CHARACTER_TOKENS + 1, 0, -1):
-            head = self._tokenizer.decode(self._window + self._pending[:num_tokens])[len(self._window_text) :]
-            rest = self._tokenizer.decode(self._pending[num_tokens:])
-            if head + rest == text:
-                return self._take(num_tokens, head)
+            head = self._tokenizer.decode(self._window + self._pending[:num_tokens])
+            if head + self._tokenizer.decode(self._pending[num_tokens:]) == text:
+                rest = self._pending[num_tokens:]
+                del self._pending[num_tokens:]
+                piece = self._take_all(head)
+                self._pending = rest
+                return piece
         return None

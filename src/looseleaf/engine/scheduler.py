@@ -25,7 +25,7 @@ from looseleaf.engine.sequence import Sequence
 from looseleaf.errors import LooseleafError, OutOfBlocks
 from looseleaf.ids import Int64Array
 
-_NO_SLOTS = np.zeros(0, np.int64)
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class StepPlan:
     """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in
     both.
 
-    `decode_slots`: int64 [len(decodes)], where the K and V of the decode tokens go.
+    `decode_tokens`, `decode_slots`: int64 [len(decodes)], the tokens to compute and where their K and V go.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
-    decode_slots: Int64Array = field(default_factory=lambda: _NO_SLOTS)
+    decode_tokens: Int64Array = field(default_factory=lambda: _NONE)
+    decode_slots: Int64Array = field(default_factory=lambda: _NONE)
     chunks: list[Chunk] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
 
@@ -142,13 +143,13 @@ class Scheduler:
             if not decodes:
                 return
             leases = [sequence.lease for sequence in decodes if sequence.lease is not None]
-            tokens = np.fromiter((sequence.last_token for sequence in decodes), np.int32, len(decodes))
+            tokens = np.array([sequence.last_token for sequence in decodes], np.int64)
             try:
                 plan.decode_slots = self._cache.append_many(leases, tokens)
             except OutOfBlocks:
                 self._make_room(plan)
             else:
-                plan.decodes = decodes
+                plan.decodes, plan.decode_tokens = decodes, tokens
                 return
 
     def _make_room(self, plan: StepPlan) -> None:

@@ -84,6 +84,10 @@ class OutputText:
         num_tokens, text = piece
         if num_tokens == 0 and not is_stopped:
             return NOTHING
+        if num_tokens == len(self._tokens):
+            given = GivenOut(text, tuple(self._tokens), tuple(self._logprobs), is_stopped)
+            self._tokens, self._logprobs = [], []
+            return given
         given = GivenOut(text, tuple(self._tokens[:num_tokens]), tuple(self._logprobs[:num_tokens]), is_stopped)
         if is_stopped:
             self._tokens.clear()
@@ -109,7 +113,7 @@ class Sequence:
     __slots__ = (
         "_buffer",
         "_draws",
-        "_greedy_row",
+        "_plain_row",
         "added_seconds",
         "admitted_seconds",
         "is_aborted",
@@ -122,12 +126,14 @@ class Sequence:
         "num_tokens",
         "output",
         "request",
+        "request_id",
     )
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, now_seconds: float) -> None:
         params = request.params
         prompt = request.prompt_tokens
         self.request = request
+        self.request_id = request.request_id
         self.added_seconds = now_seconds
         self.admitted_seconds: float | None = None
         self.lease: Lease | None = None
@@ -142,12 +148,7 @@ class Sequence:
         self._buffer = prompt
         self._draws = UniformDraws(secrets.randbits(63) if params.seed is None else params.seed)
         plain_greedy = params.is_greedy and not params.needs_history
-        self._greedy_row = SamplingRow(params, 0.0, _NO_TOKENS, _NO_TOKENS) if plain_greedy else None
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
+        self._plain_row = SamplingRow(params, 0.0, _NO_TOKENS, _NO_TOKENS) if plain_greedy else None
 
     @property
     def tokens(self) -> Int32Array:
@@ -179,8 +180,8 @@ class Sequence:
 
     def sampling_row(self) -> SamplingRow:
         """How the token at position `num_tokens` is to be drawn: the same whatever ran in between."""
-        if self._greedy_row is not None:
-            return self._greedy_row
+        if self._plain_row is not None:
+            return self._plain_row
         params = self.request.params
         uniform = 0.0 if params.is_greedy else self._draws.at(self.num_tokens)
         if not params.needs_history:
