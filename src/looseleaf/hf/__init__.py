@@ -1,0 +1,3 @@
+"""Hugging Face models on paged memory: unmodified transformers models whose keys and values live in blocks
+(torch).
+"""
