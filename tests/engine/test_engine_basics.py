@@ -282,6 +282,7 @@ def test_pins_hold_the_pool():
     kit.run(max_steps=50)
     assert kit.reason("big") is FinishReason.ERROR
     assert isinstance(kit.last("big").error, OutOfBlocks)
+    assert kit.cache.stats().num_leases == 0
     assert kit.tokens("small") == kit.expected(small)
     kit.cache.unpin(pin.id)
     again = kit.add("again", prompt_of(16, seed=3), 4)

@@ -21,7 +21,7 @@ def test_engine_machine():
     """Random adds, steps, aborts, pins, clears and failures: integrity after each rule, the cold tokens at each end."""
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=QUIET),
+        settings=settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=QUIET),
     )
 
 

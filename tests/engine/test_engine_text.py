@@ -76,6 +76,16 @@ def test_leading_spaces_of_sentencepiece(prompt):
     assert text == tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
+@given(st.lists(st.integers(0, 4), max_size=3), st.lists(st.integers(0, 5), max_size=120))
+def test_long_runs_keep_their_spaces(prompt, tokens):
+    """However long the text gets, with special tokens in between, no space is lost or added."""
+    tokenizer = SpaceTokenizer()
+    if "555555555555" in "".join(map(str, tokens)):  # a dozen special tokens in a row fill the window
+        return
+    text = "".join(piece.text for piece in pieces_of(tokenizer, prompt, tokens))
+    assert text == tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
 def stream(stops, tokens):
     """Push texts as tokens; the streamed texts, whether it stopped, and the number of tokens given out."""
     matcher = StopMatcher(tuple(stops))

@@ -233,7 +233,8 @@ class Scheduler:
         """False if a lease would be in vain: read-only, so that those who wait touch neither statistics nor
         the eviction order. (True is no promise: what matches may itself be what is evictable.)"""
         stats = self._cache.stats()
-        num_available_blocks = stats.free_blocks + stats.evictable_blocks
+        num_headroom_blocks = 0 if self._config.reserve_output else len(self.running)
+        num_available_blocks = stats.free_blocks + stats.evictable_blocks - num_headroom_blocks
         num_wanted_blocks = -(-num_wanted_tokens // stats.block_tokens)
         if num_wanted_blocks <= num_available_blocks:
             return True

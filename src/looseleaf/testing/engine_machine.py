@@ -6,6 +6,7 @@ fake model's plain recurrence, which knows neither blocks nor steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,9 +17,39 @@ from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelt
 from looseleaf.errors import CapacityError, OutOfBlocks, PromptTooLong
 from looseleaf.testing.engine_kit import EngineKit
 
-_MAX_TOKENS = st.one_of(st.integers(0, 3), st.integers(4, 30))
-_STOPS = st.sampled_from(((), (), ("AB",), ("é", "BA"), ("CABC",)))
+_MAX_TOKENS = st.sampled_from((0, 1, 2, 5, 12, 25, 40))
+_RARELY = st.sampled_from((False, False, False, False, False, True))
+_STOPS = st.sampled_from(((), (), (), ("ABCA",), ("éé", "BAB"), ("CABC",)))
 _ALPHABET = tuple("ABCé€".encode())
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """One request to add; its prompt is `num_kept` tokens of an earlier text and then `tail`."""
+
+    base: int
+    num_kept: int
+    tail: list[int]
+    max_tokens: int
+    namespace: str
+    skips_cache: bool
+    seed: int | None
+    stop: tuple[str, ...]
+    extra: dict[str, Any]
+
+
+_ARRIVALS = st.builds(
+    _Arrival,
+    base=st.integers(0, 1000),
+    num_kept=st.integers(0, 40),
+    tail=st.lists(st.sampled_from(_ALPHABET), min_size=1, max_size=12),
+    max_tokens=_MAX_TOKENS,
+    namespace=st.sampled_from(("", "", "t")),
+    skips_cache=_RARELY,
+    seed=st.one_of(st.none(), st.integers(0, 3)),
+    stop=_STOPS,
+    extra=st.sampled_from(({}, {}, {"repetition_penalty": 1.1}, {"ignore_eos": True}, {"num_logprobs": 1})),
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -34,28 +65,33 @@ class EngineMachine(RuleBasedStateMachine):
     pins = Bundle("pins")
 
     @initialize(
-        num_blocks=st.integers(4, 24),
+        pool_tokens=st.sampled_from((24, 40, 64, 96)),
         block_tokens=st.sampled_from((1, 2, 4, 8)),
-        max_step_tokens=st.sampled_from((1, 3, 8, 64)),
-        max_running=st.sampled_from((1, 2, 5, 64)),
-        reserve_output=st.booleans(),
-        reuse=st.sampled_from((True, True, True, False)),
-        eos_every=st.sampled_from((0, 6)),
+        max_step_tokens=st.sampled_from((64, 8, 3, 1)),
+        max_running=st.sampled_from((64, 5, 2, 1)),
+        reserve_output=_RARELY,
+        is_reuse_off=_RARELY,
+        eos_every=st.sampled_from((0, 20)),
     )
     def start(
         self,
-        num_blocks: int,
+        pool_tokens: int,
         block_tokens: int,
         max_step_tokens: int,
         max_running: int,
         reserve_output: bool,
-        reuse: bool,
+        is_reuse_off: bool,
         eos_every: int,
     ) -> None:
         """A new engine over an empty pool."""
-        config = EngineConfig(max_running, max_step_tokens, None, reuse, reserve_output)
+        config = EngineConfig(max_running, max_step_tokens, None, not is_reuse_off, reserve_output)
         self.kit = EngineKit(
-            num_blocks, block_tokens, pin_quota=0.75, config=config, eos_every=eos_every, alphabet=_ALPHABET
+            pool_tokens // block_tokens,
+            block_tokens,
+            pin_quota=0.75,
+            config=config,
+            eos_every=eos_every,
+            alphabet=_ALPHABET,
         )
         self.requests: dict[str, GenerationRequest] = {}
         self.aborted: set[str] = set()
@@ -65,46 +101,37 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- rules --
 
-    @rule(
-        target=running_ids,
-        base=st.integers(0, 1000),
-        num_kept=st.integers(0, 40),
-        tail=st.lists(st.sampled_from(_ALPHABET), min_size=1, max_size=12),
-        max_tokens=_MAX_TOKENS,
-        namespace=st.sampled_from(("", "", "t")),
-        reuse=st.sampled_from((True, True, False)),
-        seed=st.one_of(st.none(), st.integers(0, 3)),
-        stop=_STOPS,
-        extra=st.sampled_from(({}, {}, {"repetition_penalty": 1.1}, {"ignore_eos": True}, {"num_logprobs": 1})),
-    )
-    def add(
-        self,
-        base: int,
-        num_kept: int,
-        tail: list[int],
-        max_tokens: int,
-        namespace: str,
-        reuse: bool,
-        seed: int | None,
-        stop: tuple[str, ...],
-        extra: dict[str, Any],
-    ) -> Any:
-        """A request whose prompt begins like an earlier one (or like an earlier answer)."""
-        prompt = self.prompts[base % len(self.prompts)][:num_kept] + tail
+    @rule(target=running_ids, arrivals=st.lists(_ARRIVALS, min_size=1, max_size=5))
+    def add(self, arrivals: list[_Arrival]) -> Any:
+        """Some requests at once, whose prompts begin like earlier ones or earlier answers."""
+        names = [self._add(arrival) for arrival in arrivals]
+        return multiple(*(name for name in names if name is not None))
+
+    def _add(self, arrival: _Arrival) -> str | None:
+        prompt = self.prompts[arrival.base % len(self.prompts)][: arrival.num_kept] + arrival.tail
         name = f"r{len(self.requests)}"
-        params = {"stop": stop, **extra} if seed is None else {"stop": stop, "temperature": 1.0, "seed": seed, **extra}
-        limit = self.kit.engine.max_model_tokens
-        fits = len(prompt) + (max_tokens > 0) <= limit
+        params: dict[str, Any] = {"stop": arrival.stop, **arrival.extra}
+        if arrival.seed is not None:
+            params |= {"temperature": 1.0, "seed": arrival.seed}
+        fits = len(prompt) + (arrival.max_tokens > 0) <= self.kit.engine.max_model_tokens
         try:
-            request = self.kit.add(name, prompt, max_tokens, namespace=namespace, reuse=reuse, **params)
+            request = self.kit.add(
+                name,
+                prompt,
+                arrival.max_tokens,
+                namespace=arrival.namespace,
+                reuse=not arrival.skips_cache,
+                **params,
+            )
         except PromptTooLong:
             assert not fits
-            return multiple()
+            return None
         assert fits
         self.requests[name] = request
+        self.prompts.append(prompt)
         return name
 
-    @rule(times=st.integers(1, 6))
+    @rule(times=st.integers(1, 20))
     def step(self, times: int) -> None:
         """Some forward passes."""
         for _ in range(times):
@@ -116,18 +143,22 @@ class EngineMachine(RuleBasedStateMachine):
             if not deltas and self.kit.engine.has_work:
                 assert self.kit.runner.num_steps == before + 1, "a step with work did nothing"
 
-    @rule(name=consumes(running_ids))
-    def abort(self, name: str) -> None:
+    @rule(name=running_ids, really=_RARELY)
+    def abort(self, name: str, really: bool) -> None:
         """The client leaves; effective once, and only while the request lives."""
+        if not really or name in self.aborted:
+            return
         is_live = name not in self.ended
         assert self.kit.engine.abort(name) == is_live
         assert not self.kit.engine.abort(name)
         if is_live:
             self.aborted.add(name)
 
-    @rule()
-    def break_the_model(self) -> None:
+    @rule(really=_RARELY)
+    def break_the_model(self, really: bool) -> None:
         """The next step fails."""
+        if not really:
+            return
         self.num_failures += 1
         self.kit.runner.fail_next()
 
@@ -147,15 +178,11 @@ class EngineMachine(RuleBasedStateMachine):
         """Undo a pin."""
         self.kit.cache.unpin(pin_id)
 
-    @rule()
-    def clear(self) -> None:
+    @rule(really=_RARELY)
+    def clear(self, really: bool) -> None:
         """Forget what nobody holds."""
-        self.kit.cache.clear()
-
-    @rule()
-    def maintain(self) -> None:
-        """Upkeep between steps."""
-        self.kit.cache.maintain()
+        if really:
+            self.kit.cache.clear()
 
     # -- what holds --
 

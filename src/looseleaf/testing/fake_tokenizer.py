@@ -28,6 +28,8 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the bytes; parts of characters come out as U+FFFD. Special tokens: skipped, or `<|bos|>`,
         `<|eos|>`."""
+        if skip_special_tokens and max(token_ids, default=0) < _NUM_BYTES:
+            return bytes(token_ids).decode("utf-8", errors="replace")
         names = {self.bos_token_id: b"<|bos|>", self.eos_token_id: b"<|eos|>"}
         parts = []
         for token in token_ids:
