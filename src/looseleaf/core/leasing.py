@@ -307,7 +307,8 @@ class LeaseDesk:
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""
         self._check_open(lease, "token_ids")
-        return unpack_tokens(self._known_tokens(lease)).copy()
+        tokens: Int32Array = unpack_tokens(self._known_tokens(lease)).copy()
+        return tokens
 
     def committed_blocks(self, lease: Lease) -> bytes:
         """Packed tokens of the committed whole blocks."""

@@ -74,6 +74,12 @@ class PagePool:
         """
         if len(blocks) == 0:
             return
+        if len(blocks) == 1:  # the common case of a decode step under pressure
+            page, index = divmod(int(blocks[0]), self.blocks_per_page)
+            if not self.masks[page] >> index & 1:
+                raise IntegrityError("I3", f"block {int(blocks[0])} is given back twice")
+            self._set_mask(page, self.masks[page] ^ (1 << index))
+            return
         pages = blocks // self.blocks_per_page
         bits = np.left_shift(np.uint64(1), (blocks % self.blocks_per_page).astype(np.uint64))
         starts = np.concatenate(([0], np.flatnonzero(np.diff(pages)) + 1))

@@ -1,0 +1,1 @@
+"""Planning on real traffic: traces replayed through the very `CacheManager` that serves."""

@@ -1,0 +1,129 @@
+"""Replay of a trace, each request served at once and alone: what a policy and a capacity would have hit.
+
+The rules are those of a referee that works on blocks: each block of the trace is one block of the cache, filled with tokens of
+its own; one token is added to each prompt so that all of it can hit; a partial last block weighs the tokens that it has; of a
+request longer than the capacity only the first blocks are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.config import CacheConfig
+from looseleaf.core.manager import CacheManager
+from looseleaf.errors import ConfigError
+from looseleaf.ids import Int32Array
+from looseleaf.lab.traces import Trace, TraceRequest
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay found. Tokens are those of the trace; `waste` is the time average of `CacheStats.waste`.
+
+    peak_blocks: most blocks in use at once, cached ones included. evicted_blocks: cached blocks that had to go.
+    """
+
+    trace: str
+    policy: str
+    mode: str
+    capacity_blocks: int
+    page_tokens: int
+    block_tokens: int
+    requests: int
+    input_tokens: int
+    hit_tokens: int
+    token_hit_rate: float
+    waste: float
+    peak_blocks: int
+    evicted_blocks: int
+
+
+def replay_instant(
+    trace: Trace,
+    capacity_blocks: int,
+    policy: str = "lru",
+    page_tokens: int | None = None,
+    block_tokens: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ReplayResult:
+    """Serve each request of `trace` at once and alone, in order.
+
+    Args:
+        trace: must tell which blocks its prompts have.
+        capacity_blocks: blocks of the cache; exact, also where it is no whole number of pages.
+        policy: name of an eviction policy.
+        page_tokens: tokens of a page, 256 or one block if None. Hits do not depend on it.
+        block_tokens: tokens of a block, the trace's own if None; any other size is refused.
+        on_progress: is called with the number of requests done.
+
+    Raises:
+        ConfigError: the trace has lengths only, or sizes that do not go together.
+    """
+    if trace.block_tokens is None:
+        raise ConfigError(f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without --instant")
+    size = trace.block_tokens if block_tokens is None else block_tokens
+    if size != trace.block_tokens:
+        raise ConfigError(
+            f"{trace.name} has blocks of {trace.block_tokens} tokens, --block-tokens asks for {size}",
+            f"with --instant a block of the trace is a block of the cache: use --block-tokens {trace.block_tokens}",
+        )
+    page = max(256, size) if page_tokens is None else page_tokens
+    num_pages = -(-capacity_blocks * size // page)
+    cache = CacheManager(
+        CacheConfig(num_pages=num_pages, page_tokens=page, block_tokens=size, policy=policy, num_known_requests=0)
+    )
+    num_spare = cache.plan.num_blocks - capacity_blocks
+    with cache.lease(np.zeros(1, dtype=np.int32), request_id="spare", count_lookup=False, reuse=False) as spare:
+        spare.reserve(num_spare * size)  # the last page's blocks beyond the capacity
+        return _serve_all(trace, cache, capacity_blocks, page, num_spare, on_progress)
+
+
+def _serve_all(
+    trace: Trace,
+    cache: CacheManager,
+    capacity_blocks: int,
+    page_tokens: int,
+    num_spare: int,
+    on_progress: Callable[[int], None] | None,
+) -> ReplayResult:
+    size = cache.plan.block_tokens
+    hit_tokens = peak_blocks = 0
+    waste = 0.0
+    for number, request in enumerate(trace.requests):
+        prompt = _prompt(request, size)
+        num_stored = min(len(request.blocks), capacity_blocks) * size
+        with cache.lease(prompt, request_id="served") as lease:
+            hit_tokens += min(lease.num_cached_tokens, request.num_input_tokens)
+            lease.reserve(num_stored)
+            lease.commit(num_stored)
+            stats = cache.stats()
+            peak_blocks = max(peak_blocks, stats.num_blocks - stats.free_blocks - num_spare)
+            waste += stats.waste
+        if on_progress is not None:
+            on_progress(number + 1)
+    stats = cache.stats()
+    input_tokens = sum(request.num_input_tokens for request in trace.requests)
+    return ReplayResult(
+        trace=trace.name,
+        policy=cache.config.policy,
+        mode="instant",
+        capacity_blocks=capacity_blocks,
+        page_tokens=page_tokens,
+        block_tokens=size,
+        requests=len(trace.requests),
+        input_tokens=input_tokens,
+        hit_tokens=hit_tokens,
+        token_hit_rate=hit_tokens / input_tokens if input_tokens else 0.0,
+        waste=waste / len(trace.requests) if trace.requests else 0.0,
+        peak_blocks=peak_blocks,
+        evicted_blocks=stats.evicted_tokens // size,
+    )
+
+
+def _prompt(request: TraceRequest, block_tokens: int) -> Int32Array:
+    """Blocks of tokens of their own, and one token more: int32 [blocks * block_tokens + 1]."""
+    blocks = np.array(request.blocks, dtype=np.int32)
+    return np.append(np.repeat(blocks, block_tokens), np.int32(0))

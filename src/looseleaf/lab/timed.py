@@ -1,0 +1,212 @@
+"""Replay of a trace in its own time: requests live as long as prefill and decoding take at given rates.
+
+A rate model instead of a model: every request computes its uncached prompt at `prefill_rate` tokens/s from its admission on,
+then one token per step of 1 / `decode_rate` seconds, all requests alike. Memory is the real `CacheManager`: admission,
+growth, preemption, reuse and eviction happen as they would.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from looseleaf.core.config import CacheConfig
+from looseleaf.core.lease import Lease
+from looseleaf.core.manager import CacheManager
+from looseleaf.errors import ConfigError, OutOfBlocks
+from looseleaf.ids import Int32Array
+from looseleaf.lab.replay import ReplayResult
+from looseleaf.lab.traces import Trace, TraceRequest
+
+OUTPUT_TOKEN = 2**31 - 1
+"""Fills generated places; no block id of a trace is as high."""
+
+
+@dataclass(frozen=True)
+class RateModel:
+    """How fast the imagined machine is, in tokens per second and request."""
+
+    prefill_rate: float = 8000.0
+    decode_rate: float = 40.0
+
+    def __post_init__(self) -> None:
+        """Refuse rates that are not positive.
+
+        Raises:
+            ConfigError: names the rate.
+        """
+        for name in ("prefill_rate", "decode_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be positive, in tokens per second")
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request on its way: `tokens` int32, what it must have in memory before it can go on."""
+
+    number: int
+    tokens: Int32Array
+    num_left: int
+    lease: Lease | None = None
+    ready_at: float = 0.0
+    counted: bool = False
+
+
+@dataclass
+class _Figures:
+    hit_tokens: int = 0
+    unfilled_places: float = 0.0
+    places: float = 0.0
+    peak_blocks: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class _Simulation:
+    cache: CacheManager
+    rates: RateModel
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    prefilling: list[_Sequence] = field(default_factory=list)
+    decoding: list[_Sequence] = field(default_factory=list)
+    figures: _Figures = field(default_factory=_Figures)
+
+    def admit(self, now: float) -> None:
+        """First come, first served, as long as the whole sequence and one token more fit."""
+        while self.waiting:
+            sequence = self.waiting[0]
+            lease = self.cache.lease(sequence.tokens, str(sequence.number), count_lookup=not sequence.counted)
+            if not lease.try_reserve(len(sequence.tokens) + 1):
+                lease.release()
+                return
+            self.waiting.popleft()
+            sequence.lease = lease
+            sequence.ready_at = now + (len(sequence.tokens) - lease.num_cached_tokens) / self.rates.prefill_rate
+            if not sequence.counted:
+                self.figures.hit_tokens += lease.num_cached_tokens
+                sequence.counted = True
+            self.prefilling.append(sequence)
+
+    def step(self, now: float) -> None:
+        """What is prefilled starts to decode; what decodes gets a token; what is complete goes."""
+        ready = [sequence for sequence in self.prefilling if sequence.ready_at <= now]
+        if ready:
+            self.prefilling = [sequence for sequence in self.prefilling if sequence.ready_at > now]
+            for sequence in ready:
+                _lease_of(sequence).commit(len(sequence.tokens))
+                self.decoding.append(sequence)
+        self._decode()
+        done = [sequence for sequence in self.decoding if sequence.num_left <= 0]
+        if done:
+            self.decoding = [sequence for sequence in self.decoding if sequence.num_left > 0]
+            for sequence in done:
+                _lease_of(sequence).release()
+
+    def _decode(self) -> None:
+        while self.decoding:
+            leases = [_lease_of(sequence) for sequence in self.decoding]
+            try:
+                self.cache.append_many(leases, np.full(len(leases), OUTPUT_TOKEN, dtype=np.int32))
+            except OutOfBlocks:
+                self._preempt()
+                continue
+            self.cache.commit_many(leases)
+            for sequence in self.decoding:
+                sequence.num_left -= 1
+            return
+
+    def _preempt(self) -> None:
+        """The latest arrival gives its blocks up and comes back with all tokens that it has."""
+        victim = max(self.decoding, key=lambda sequence: sequence.number)
+        lease = _lease_of(victim)
+        victim.tokens = lease.token_ids
+        lease.release()
+        victim.lease = None
+        self.decoding.remove(victim)
+        self.waiting.appendleft(victim)
+        self.figures.num_preemptions += 1
+
+    def measure(self, seconds: float) -> None:
+        """Weigh the present state with the time that it lasts."""
+        stats = self.cache.stats()
+        places = stats.active_blocks * stats.block_tokens
+        self.figures.places += places * seconds
+        self.figures.unfilled_places += stats.waste * places * seconds
+        self.figures.peak_blocks = max(self.figures.peak_blocks, stats.num_blocks - stats.free_blocks)
+
+
+def replay_timed(
+    trace: Trace,
+    config: CacheConfig,
+    rates: RateModel | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ReplayResult:
+    """Serve `trace` in its own time. Requests that can never fit are left out of memory and hits, but count as input.
+
+    Args:
+        trace: with blocks, or with lengths only (then nothing is shared).
+        config: of the cache.
+        rates: prefill and decode rates; 8,000 and 40 tokens/s if None.
+        on_progress: is called with the number of requests that have arrived.
+    """
+    rates = rates or RateModel()
+    simulation = _Simulation(CacheManager(config), rates)
+    dt = 1.0 / rates.decode_rate
+    now = 0.0
+    arrived = 0
+    requests = trace.requests
+    while arrived < len(requests) or simulation.waiting or simulation.prefilling or simulation.decoding:
+        if not (simulation.waiting or simulation.prefilling or simulation.decoding):
+            now = max(now, requests[arrived].at_seconds)
+        while arrived < len(requests) and requests[arrived].at_seconds <= now:
+            request = requests[arrived]
+            if request.num_input_tokens + request.num_output_tokens + 1 <= simulation.cache.plan.num_tokens:
+                tokens = _tokens(request, arrived, trace.block_tokens)
+                simulation.waiting.append(_Sequence(arrived, tokens, request.num_output_tokens))
+            arrived += 1
+            if on_progress is not None:
+                on_progress(arrived)
+        simulation.admit(now)
+        simulation.measure(dt)
+        now += dt
+        simulation.step(now)
+    return _result(trace, config, simulation)
+
+
+def _result(trace: Trace, config: CacheConfig, simulation: _Simulation) -> ReplayResult:
+    figures = simulation.figures
+    stats = simulation.cache.stats()
+    input_tokens = sum(request.num_input_tokens for request in trace.requests)
+    return ReplayResult(
+        trace=trace.name,
+        policy=config.policy,
+        mode="timed",
+        capacity_blocks=stats.num_blocks,
+        page_tokens=config.page_tokens,
+        block_tokens=config.block_tokens,
+        requests=len(trace.requests),
+        input_tokens=input_tokens,
+        hit_tokens=figures.hit_tokens,
+        token_hit_rate=figures.hit_tokens / input_tokens if input_tokens else 0.0,
+        waste=figures.unfilled_places / figures.places if figures.places else 0.0,
+        peak_blocks=figures.peak_blocks,
+        evicted_blocks=stats.evicted_tokens // config.block_tokens,
+    )
+
+
+def _lease_of(sequence: _Sequence) -> Lease:
+    assert sequence.lease is not None  # only admitted sequences are asked
+    return sequence.lease
+
+
+def _tokens(request: TraceRequest, number: int, block_tokens: int | None) -> Int32Array:
+    """int32 [num_input_tokens]: each block of the trace filled with its id, or the request's number throughout."""
+    num_tokens = max(1, request.num_input_tokens)
+    if block_tokens is None or not request.blocks:
+        return np.full(num_tokens, number, dtype=np.int32)
+    tokens = np.repeat(np.array(request.blocks, dtype=np.int32), block_tokens)[:num_tokens]
+    if len(tokens) < num_tokens:
+        raise ConfigError(f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)} blocks")
+    return tokens

@@ -1,0 +1,326 @@
+"""State machine over the whole manager, against stamped memory and a mirror of the event stream."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from looseleaf.core.config import CacheConfig
+from looseleaf.core.lease import Lease
+from looseleaf.core.manager import CacheManager
+from looseleaf.core.pins import Pin
+from looseleaf.core.stats import CacheStats
+from looseleaf.errors import (
+    CommitBeyondReserved,
+    DuplicateRequest,
+    LeaseClosed,
+    OutOfBlocks,
+    PinQuotaExceeded,
+    UnknownPin,
+    UnknownRequest,
+)
+from looseleaf.testing.clock import ManualClock
+from looseleaf.testing.mirror import EventMirror
+from looseleaf.testing.stamps import StampMemory
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+NAMESPACES = st.sampled_from(["", "a", "b"])
+COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random sequences of every public call. After each: all invariants, every committed slot, every hard pin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: list[Lease] = []
+        self.pins: dict[str, Pin] = {}
+        self.num_requests = 0
+        self.clock = ManualClock()
+
+    @initialize(
+        num_pages=st.integers(1, 5),
+        blocks_per_page=st.sampled_from([1, 2, 4, 8]),
+        block_tokens=st.sampled_from([1, 2, 4]),
+        policy=st.sampled_from(["lru", "fifo", "lfu"]),
+        pin_quota=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+        reserve_pages=st.sampled_from([0, 1]),
+    )
+    def make(
+        self, num_pages: int, blocks_per_page: int, block_tokens: int, policy: str, pin_quota: float, reserve_pages: int
+    ) -> None:
+        """An empty cache of any shape."""
+        config = CacheConfig(
+            num_pages=num_pages,
+            page_tokens=blocks_per_page * block_tokens,
+            block_tokens=block_tokens,
+            policy=policy,
+            pin_quota=pin_quota,
+            reserve_pages=reserve_pages,
+            num_known_requests=5,
+        )
+        self.mirror = EventMirror(block_tokens)
+        self.cache = CacheManager(config, clock=self.clock, on_event=self.mirror.on_event)
+        self.memory = StampMemory(self.cache.plan.num_blocks, block_tokens)
+        self.size = block_tokens
+        self.before: CacheStats = self.cache.stats()
+
+    # --- sequences ------------------------------------------------------------------------------------------------
+
+    @rule(prompt=PROMPTS, namespace=NAMESPACES, reuse=st.sampled_from([True, True, True, False]))
+    def lease(self, prompt: list[int], namespace: str, reuse: bool) -> None:
+        """A lease finds exactly what the mirror says, and allocates nothing."""
+        expected = self.mirror.match(prompt, namespace) if reuse else 0
+        assert self.cache.match(prompt, namespace).num_tokens == self.mirror.match(prompt, namespace)
+        free = self.cache.stats().free_blocks
+        self.num_requests += 1
+        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, reuse=reuse)
+        assert lease.num_cached_tokens == expected
+        assert self.cache.stats().free_blocks == free
+        explanation = self.cache.explain(lease.request_id)
+        assert explanation.num_cached_tokens == expected
+        assert (explanation.reason == "skipped") == (not reuse)
+        if explanation.reason == "full_hit":
+            assert expected == (len(prompt) - 1) // self.size * self.size
+        self.leases.append(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), extra=st.integers(0, 12))
+    def reserve(self, data: st.DataObject, extra: int) -> None:
+        """A reservation succeeds exactly if enough is free or evictable; a refused one changes nothing."""
+        lease = data.draw(st.sampled_from(self.leases))
+        target = lease.num_reserved_tokens + extra
+        stats = self.cache.stats()
+        needed = max(0, -(-target // self.size) - len(lease.block_table))
+        table = lease.block_table.tolist()
+        try:
+            lease.reserve(target)
+        except OutOfBlocks as error:
+            assert needed > stats.free_blocks + stats.evictable_blocks
+            assert (error.needed, error.free) == (needed, stats.free_blocks)
+            assert self.cache.stats() == stats
+            assert not lease.try_reserve(target)
+        else:
+            assert needed <= stats.free_blocks + stats.evictable_blocks
+            assert lease.num_reserved_tokens == target
+            evicted = self.cache.stats().evicted_tokens - stats.evicted_tokens
+            assert evicted == max(0, needed - stats.free_blocks) * self.size
+        assert lease.block_table.tolist()[: len(table)] == table
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Appended tokens are known at once."""
+        lease = data.draw(st.sampled_from(self.leases))
+        known = lease.token_ids.tolist()
+        lease.append(tokens)
+        assert lease.token_ids.tolist() == known + tokens
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        """A commit goes up to what is known and reserved, not beyond; then the content can be matched."""
+        lease = data.draw(st.sampled_from(self.leases))
+        limit = min(lease.num_tokens, lease.num_reserved_tokens)
+        target = data.draw(st.integers(0, limit + 1))
+        done = lease.num_committed_tokens
+        if target > limit:
+            try:
+                lease.commit(target)
+            except CommitBeyondReserved:
+                assert lease.num_committed_tokens == done
+                return
+            raise AssertionError("committed beyond what is reserved")
+        self.memory.write(lease, done, target)
+        lease.commit(target)
+        assert lease.num_committed_tokens == max(done, target)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def decode_step(self, data: st.DataObject) -> None:
+        """One token each, in one call: all get their slot or nothing changes."""
+        leases = data.draw(st.lists(st.sampled_from(self.leases), unique=True, max_size=4))
+        leases = [lease for lease in leases if lease.num_committed_tokens == lease.num_tokens]
+        tokens = [data.draw(st.integers(0, 2)) for _ in leases]
+        stats = self.cache.stats()
+        lengths = [lease.num_tokens for lease in leases]
+        try:
+            slots = self.cache.append_many(leases, tokens)
+        except OutOfBlocks:
+            assert self.cache.stats() == stats
+            assert [lease.num_tokens for lease in leases] == lengths
+            return
+        for lease, token, slot, length in zip(leases, tokens, slots.tolist(), lengths, strict=True):
+            assert lease.token_ids[-1] == token
+            assert slot == int(lease.block_table[length // self.size]) * self.size + length % self.size
+            self.memory.write(lease, length, length + 1)
+        self.cache.commit_many(leases)
+        assert [lease.num_committed_tokens for lease in leases] == [length + 1 for length in lengths]
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """A fork reads what its parent has committed, once the copy is done."""
+        parent = data.draw(st.sampled_from(self.leases))
+        self.num_requests += 1
+        try:
+            child = parent.fork(f"r{self.num_requests}")
+        except OutOfBlocks:
+            assert parent.num_committed_tokens % self.size
+            return
+        for from_block, to_block in child.copies:
+            self.memory.copy_block(from_block, to_block)
+        assert child.token_ids.tolist() == parent.token_ids.tolist()
+        assert child.num_committed_tokens == parent.num_committed_tokens
+        self.leases.append(child)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        """Uncommitted tokens and room can be dropped, committed ones can't."""
+        lease = data.draw(st.sampled_from(self.leases))
+        target = data.draw(st.integers(lease.num_committed_tokens, lease.num_tokens))
+        known = lease.token_ids.tolist()
+        lease.truncate(target)
+        assert lease.token_ids.tolist() == known[:target]
+        assert lease.num_reserved_tokens <= max(target, lease.num_committed_tokens)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """A lease ends once."""
+        lease = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(lease)
+        lease.release()
+        try:
+            lease.release()
+        except LeaseClosed:
+            return
+        raise AssertionError("released twice")
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), prompt=PROMPTS)
+    def duplicate(self, data: st.DataObject, prompt: list[int]) -> None:
+        """A live id is refused before anything changes."""
+        stats = self.cache.stats()
+        try:
+            self.cache.lease(prompt, data.draw(st.sampled_from(self.leases)).request_id)
+        except DuplicateRequest:
+            assert self.cache.stats() == stats
+            return
+        raise AssertionError("a live id was taken twice")
+
+    # --- pins -----------------------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=PROMPTS,
+        namespace=NAMESPACES,
+        level=st.sampled_from(["hard", "soft"]),
+        priority=st.integers(0, 2),
+        ttl_seconds=st.sampled_from([None, None, 5.0]),
+        refresh=st.booleans(),
+        partial=st.booleans(),
+    )
+    def pin(
+        self,
+        prompt: list[int],
+        namespace: str,
+        level: str,
+        priority: int,
+        ttl_seconds: float | None,
+        refresh: bool,
+        partial: bool,
+    ) -> None:
+        """A pin holds whole blocks within the quota, or is refused and nothing changes."""
+        stats = self.cache.stats()
+        try:
+            pin = self.cache.pin(
+                prompt,
+                namespace=namespace,
+                level=level,
+                priority=priority,
+                ttl_seconds=ttl_seconds,
+                refresh=refresh,
+                partial=partial,
+            )
+        except PinQuotaExceeded as error:
+            assert level == "hard"
+            assert not partial
+            assert error.needed_blocks > error.available_blocks
+            assert self.cache.stats().pinned_blocks == stats.pinned_blocks
+            return
+        assert pin.num_tokens == len(prompt)
+        self.pins[pin.id] = pin
+
+    @rule(number=st.integers(1, 40))
+    def pin_request(self, number: int) -> None:
+        """A live or finished request can be pinned by its id."""
+        try:
+            pin = self.cache.pin(request_id=f"r{number}", cache_type="kv", partial=True)
+        except UnknownRequest:
+            assert all(lease.request_id != f"r{number}" for lease in self.leases)
+            return
+        self.pins[pin.id] = pin
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        """A pin is undone once."""
+        pin = self.pins.pop(data.draw(st.sampled_from(sorted(self.pins))))
+        self.cache.unpin(pin.id)
+        try:
+            self.cache.unpin(pin.id)
+        except UnknownPin:
+            return
+        raise AssertionError("unpinned twice")
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def pass_time(self, seconds: float) -> None:
+        """Pins expire without anybody calling for it."""
+        self.clock.advance(seconds)
+
+    # --- upkeep ---------------------------------------------------------------------------------------------------
+
+    @rule()
+    def maintain(self) -> None:
+        """Upkeep never touches what is held or pinned (the invariants say so)."""
+        self.cache.maintain()
+
+    @rule(namespace=st.sampled_from([None, "", "a"]), include_pins=st.booleans())
+    def clear(self, namespace: str | None, include_pins: bool) -> None:
+        """What a clear says is what it did: nothing but pinned content can be matched afterwards."""
+        stats = self.cache.stats()
+        result = self.cache.clear(namespace, include_pins=include_pins)
+        after = self.cache.stats()
+        freed = (after.free_blocks - stats.free_blocks) * self.size
+        assert result.num_cleared_tokens == freed
+        left = [key for key in self.mirror.blocks if namespace is None or key[0] == namespace]
+        if include_pins:
+            assert not left
+        assert len(left) <= after.pinned_blocks
+
+    # --- after every rule -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        """I1 to I10, every committed slot of every lease, every hard pin, and counters that only grow."""
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity()
+        for lease in self.leases:
+            self.memory.verify(lease)
+        stats = self.cache.stats()
+        for name in COUNTERS:
+            assert getattr(stats, name) >= getattr(self.before, name), name
+        assert 0.0 <= stats.waste < 1.0
+        assert stats.stored_tokens == self.mirror.num_stored_tokens
+        assert stats.evicted_tokens == self.mirror.num_removed_tokens["evicted"]
+        live = {pin.id: pin for pin in self.cache.pins()}
+        for pin_id, pin in list(self.pins.items()):
+            now = live.get(pin_id)
+            if now is None:
+                del self.pins[pin_id]  # expired, or cleared with the pins
+            elif pin.level == "hard":
+                assert now.num_pinned_tokens >= pin.num_pinned_tokens, "a hard pin lost tokens"
+                self.pins[pin_id] = now
+        self.before = stats
