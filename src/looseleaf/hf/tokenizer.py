@@ -1,0 +1,137 @@
+"""A transformers tokenizer as the engine's `Tokenizer`, safe for several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from looseleaf.errors import ModelError, RequestError
+
+PLAIN_CHAT_TEMPLATE = (
+    "{{ bos_token or '' }}"
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For tokenizers without a template of their own: one line a turn, `User: …`, then `Assistant:`."""
+
+END_OF_TURN_TOKENS = (
+    "<end_of_turn>",
+    "<turn|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_turn|>",
+    "<|end|>",
+    "<|return|>",
+    "<|endoftext|>",
+    "</s>",
+)
+"""Tokens with which chat models end their turn; those that exist as special tokens end a sequence."""
+
+
+class HFTokenizer:
+    """Text to token ids and back. One lock: fast tokenizers change their own settings during a call."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, model_id: str | Path, *, revision: str | None = None) -> HFTokenizer:
+        """Load the tokenizer in a folder or hub id.
+
+        Raises:
+            ModelError: there is none.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(model_id), revision=revision)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"no tokenizer can be read from {str(model_id)!r}: {error}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ModelError(f"{type(tokenizer).__name__} from {str(model_id)!r} is not a transformers tokenizer")
+        return cls(tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence: the tokenizer's own, and the special tokens that end a turn in known
+        chat formats.
+        """
+        found = {int(token) for token in (self._tokenizer.eos_token_id,) if token is not None}
+        special = self._tokenizer.get_added_vocab()
+        found |= {int(special[text]) for text in END_OF_TURN_TOKENS if text in special}
+        return frozenset(found)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False if `render_chat` uses the plain default template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` what the model expects at the start is added."""
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, exactly as written: no spaces are cleaned up."""
+        with self._lock:
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return str(text)
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template, or in the plain default one.
+
+        Contents given as lists of `{"type": "text", "text": …}` parts are joined.
+
+        Raises:
+            RequestError: a message has no role or a content that is no text, or the template refuses the
+            conversation.
+        """
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if not plain:
+            raise RequestError("a conversation needs at least one message")
+        with self._lock:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    plain,
+                    chat_template=None if self._tokenizer.chat_template else PLAIN_CHAT_TEMPLATE,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                )
+            except (TemplateError, TypeError, KeyError, ValueError) as error:
+                raise RequestError(f"the chat template refuses these messages: {error}") from error
+            # The template has written the special tokens itself.
+            ids: list[int] = self._tokenizer.encode(str(text), add_special_tokens=False)
+        return ids
+
+
+def _plain_message(index: int, message: Mapping[str, object]) -> dict[str, Any]:
+    """The message with its content as one string; other fields (name, tool calls) as they are."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"message {index} has no role")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_text_of(index, part) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise RequestError(f"the content of message {index} is {type(content).__name__}; it must be text")
+    return {**message, "content": content or ""}
+
+
+def _text_of(index: int, part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(f"message {index} has a part of type {kind!r}; only text is served")

@@ -1,0 +1,227 @@
+"""What cannot be served is refused by name, at load time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hf_models import FAMILIES, tiny_model
+from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, LlamaForCausalLM, MambaConfig, T5Config
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from looseleaf.errors import ConfigError, ModelError, UnsupportedModel
+from looseleaf.hf import loading, selftest
+from looseleaf.hf.attention_backend import AttentionCall, GatherBackend
+from looseleaf.hf.runner import HFRunner
+from looseleaf.hf.step_plan import StepPlan
+from looseleaf.tensors import KVMemory
+
+
+def load(model: object, **settings: object) -> HFRunner:
+    return HFRunner.load(model, num_blocks=8, block_tokens=8, num_threads=1, **settings)  # type: ignore[arg-type]
+
+
+def registered() -> set[str]:
+    return {name for name in AttentionInterface._global_mapping if name.startswith("looseleaf")}
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_families_pass_their_self_test(family_name: str) -> None:
+    """The families promised are accepted, and closing gives the model its attention back."""
+    model = tiny_model(family_name)
+    former = model.config._attn_implementation
+    with load(model) as runner:
+        assert model.config._attn_implementation != former
+        assert runner.num_blocks == 8
+    assert model.config._attn_implementation == former
+    assert not registered()
+
+
+def test_a_state_instead_of_keys_is_refused() -> None:
+    """[P11] A recurrent model is refused by name: its state cannot live in blocks."""
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(UnsupportedModel, match=r"mamba.*state"):
+        load(model)
+
+
+def test_encoder_decoder_is_refused() -> None:
+    """An encoder-decoder is refused from its configuration alone."""
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        loading.refuse_by_config(T5Config())
+
+
+def test_no_positions_is_refused() -> None:
+    """A model whose forward takes no positions (ALiBi of Bloom) cannot be packed."""
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2))
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM.*position_ids"):
+        load(model)
+
+
+def test_chunks_in_the_mask_are_found() -> None:
+    """A model that cuts attention into chunks by its mask only (Llama 4) would be silently wrong; the self-test says so."""
+    with pytest.raises(UnsupportedModel, match=r"Llama4ForCausalLM.*differ.*attention_chunk_size 16"):
+        load(tiny_model("llama4_text"))
+    assert not registered()
+
+
+def test_bypassing_the_interface_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose layers never call the registered function is refused."""
+
+    def forward(self: LlamaAttention, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: no layer calls"):
+        load(tiny_model("llama"))
+
+
+def test_two_calls_per_layer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that attends twice in one pass would overwrite its own keys; refused."""
+    once = LlamaAttention.forward
+
+    def twice(self: LlamaAttention, *args: object, **kwargs: object) -> object:
+        once(self, *args, **kwargs)
+        return once(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", twice)
+    with pytest.raises(UnsupportedModel, match="several times"):
+        load(tiny_model("llama"))
+
+
+def test_a_missing_call_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is skipped in some pass is noticed there: its keys would be missing for ever."""
+    with load(tiny_model("llama"), self_test=False) as runner:
+        model = runner._model
+        assert isinstance(model, LlamaForCausalLM)
+        skipped = model.model.layers[1].self_attn
+        monkeypatch.setattr(skipped, "forward", lambda hidden_states, **_: (hidden_states, None))
+        from hf_driver import HandDriver
+
+        driver = HandDriver(runner, np.random.default_rng(0))
+        with pytest.raises(UnsupportedModel, match="layer"):
+            driver.step([(driver.sequence(np.arange(3, 9)), 6)])
+
+
+class ForgetsTheWindow(GatherBackend):
+    """A backend with a fault: it attends to everything."""
+
+    def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+        return super().attend(AttentionCall(**{**call.__dict__, "window": None}), plan, memory)
+
+
+def test_the_self_test_looks_beyond_the_window() -> None:
+    """With a small window the test sequences are longer than it, so a forgotten window is found."""
+    with pytest.raises(UnsupportedModel, match="MistralForCausalLM"):
+        load(tiny_model("mistral"), backend=ForgetsTheWindow())
+
+
+def test_half_precision_weights_come_back_unchanged() -> None:
+    """A small bfloat16 model is tested in float32 and served in bfloat16 with the very same weights."""
+    model = tiny_model("qwen3").to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with load(model) as runner:
+        assert runner.memory.dtype == torch.bfloat16
+        after = model.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_half_precision_that_is_too_large_to_widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large half-precision models are tested as they are: good ones pass, chunked ones still fail."""
+    monkeypatch.setattr(selftest, "MAX_WIDENED_BYTES", 0)
+    load(tiny_model("qwen3").to(torch.bfloat16)).close()
+    with pytest.raises(UnsupportedModel, match="Llama4"):
+        load(tiny_model("llama4_text").to(torch.bfloat16))
+
+
+def test_the_memory_is_clean_after_the_self_test() -> None:
+    """The self-test leaves no token readable in the runner's blocks."""
+    with load(tiny_model("llama")) as runner:
+        assert int(runner.memory._num_written.max()) == 0
+
+
+def test_several_runners_in_one_process() -> None:
+    """Two runners keep to their own memory, and closing one leaves the other working."""
+    from hf_driver import HandDriver
+
+    first, second = load(tiny_model("llama")), load(tiny_model("gpt2"))
+    drivers = [HandDriver(r, np.random.default_rng(0)) for r in (first, second)]
+    sequences = [d.sequence(np.arange(3, 20)) for d in drivers]
+    for driver, s in zip(drivers, sequences, strict=True):
+        driver.step([(s, 10)])
+    first.close()
+    first.close()
+    assert len(registered()) == 1
+    assert drivers[1].step([(sequences[1], 7)]).shape == (1, 211)
+    second.close()
+
+
+def test_a_dropped_runner_lets_go() -> None:
+    """A runner that nobody closes unregisters when it is collected, so its memory does not stay for ever."""
+    runner = load(tiny_model("llama"))
+    assert len(registered()) == 1
+    del runner
+    gc.collect()
+    assert not registered()
+
+
+def test_nothing_there() -> None:
+    """A path without a model is a ModelError that names it."""
+    with pytest.raises(ModelError, match="/nowhere/at/all"):
+        load("/nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"device": "abacus"}, "abacus"),
+        ({"dtype": "int3"}, "int3"),
+        ({"kv_dtype": torch.int8}, "int8"),
+        ({"kv_memory_bytes": 1000}, "either"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], word: str) -> None:
+    """A setting that cannot be is refused with its value."""
+    with pytest.raises(ConfigError, match=word):
+        if "kv" in next(iter(settings)):
+            load(tiny_model("llama"), **settings)
+        elif "device" in settings:
+            loading.resolve_device(str(settings["device"]))
+        else:
+            loading.resolve_dtype(str(settings["dtype"]))
+
+
+def test_memory_in_whole_pages() -> None:
+    """`kv_memory_bytes` gives whole pages, never more bytes than asked."""
+    model = tiny_model("llama")
+    per_token = 3 * 2 * (16 + 16) * 4
+    asked = int(2.7 * 32 * per_token)
+    with HFRunner.load(model, kv_memory_bytes=asked, block_tokens=8, page_tokens=32, num_threads=1) as runner:
+        assert runner.info.bytes_per_token == per_token
+        assert runner.num_blocks == 2 * 4
+        assert runner.memory.num_bytes <= asked
+
+
+def test_facts_of_the_model() -> None:
+    """Positions, end tokens and a fingerprint that changes with weights and layout."""
+    with load(tiny_model("llama"), extra_eos_token_ids=(7,)) as runner:
+        assert runner.info.max_model_tokens == 2304
+        assert runner.info.eos_token_ids == {210, 7}
+        assert runner.info.vocab_size == 211
+        layout = runner.info.kv_layout
+    with load(tiny_model("llama")) as same, load(tiny_model("llama", seed=1)) as other:
+        assert same.info.kv_layout == layout
+        assert other.info.kv_layout != layout
+    with load(tiny_model("llama"), kv_dtype="bfloat16") as narrow:
+        assert narrow.info.kv_layout != layout
+
+
+def test_rotary_angles_that_depend_on_length_limit_it() -> None:
+    """With rotary scaling that changes beyond the original length, no sequence may become longer than that."""
+    config = tiny_model("llama").config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config.original_max_position_embeddings = 512
+    assert loading.max_model_tokens(config) == 512
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    assert loading.max_model_tokens(config) == 2304
