@@ -54,7 +54,9 @@ def tiny_model(family: str, seed: int = 0, max_positions: int = 2304, **override
 
 
 def randomised(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """The same model with weights large enough that every layer matters: matrices N(0, 1/sqrt(inputs)), the rest near what it was."""
+    """The same model with weights large enough that every layer matters: matrices N(0, 1/sqrt(inputs)), the
+    rest near what it was.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

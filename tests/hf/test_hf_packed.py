@@ -22,7 +22,8 @@ def close(row: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_logits_of_any_chunking(runner: HFRunner, plain: PreTrainedModel, seed: int) -> None:
-    """[R29] Mixed prefill chunks and single tokens, cut anywhere, in permuted blocks: logits within 1e-4 of one pass.
+    """[R29] Mixed prefill chunks and single tokens, cut anywhere, in permuted blocks: logits within 1e-4 of
+    one pass.
 
     Lengths go beyond the window of the windowed models, and to the edges of blocks.
     """
@@ -60,7 +61,9 @@ def test_greedy_tokens_equal_generate(runner: HFRunner, plain: PreTrainedModel) 
 
 
 def test_shared_prefix_blocks(runner: HFRunner, plain: PreTrainedModel) -> None:
-    """A sequence that begins behind another one's blocks, in the very step that writes them, is computed as if alone."""
+    """A sequence that begins behind another one's blocks, in the very step that writes them, is computed as
+    if alone.
+    """
     rng = np.random.default_rng(5)
     driver = HandDriver(runner, rng)
     prefix = random_tokens(rng, 6 * BLOCK)
@@ -76,7 +79,9 @@ def test_shared_prefix_blocks(runner: HFRunner, plain: PreTrainedModel) -> None:
 
 
 def test_fork_by_copies(runner: HFRunner, plain: PreTrainedModel) -> None:
-    """[P10] Children share the full blocks and copy the tail; each then goes its own way, and the parent is untouched."""
+    """[P10] Children share the full blocks and copy the tail; each then goes its own way, and the parent is
+    untouched.
+    """
     rng = np.random.default_rng(6)
     driver = HandDriver(runner, rng)
     parent = driver.sequence(random_tokens(rng, 4 * BLOCK + 3))
@@ -95,7 +100,9 @@ def test_fork_by_copies(runner: HFRunner, plain: PreTrainedModel) -> None:
 
 
 def test_neighbouring_blocks_are_read_in_place(runner: HFRunner, plain: PreTrainedModel) -> None:
-    """A chunk whose context lies in blocks that follow each other takes the path without copies, and says the same."""
+    """A chunk whose context lies in blocks that follow each other takes the path without copies, and says
+    the same.
+    """
     rng = np.random.default_rng(7)
     driver = HandDriver(runner, rng)
     tokens = random_tokens(rng, 70)
@@ -122,7 +129,9 @@ def test_a_wrong_block_changes_the_answer(runner: HFRunner, plain: PreTrainedMod
 
 
 def test_unwritten_tokens_cannot_be_read(runner: HFRunner) -> None:
-    """[S115] A table that leads to tokens never written, or out of the memory, is refused before anything is computed."""
+    """[S115] A table that leads to tokens never written, or out of the memory, is refused before anything
+    is computed.
+    """
     driver = HandDriver(runner, np.random.default_rng(9))
     s = driver.sequence(np.arange(3, 3 + 3 * BLOCK))
     driver.step([(s, BLOCK + 2)])
@@ -147,7 +156,9 @@ def test_a_short_table_is_refused(runner: HFRunner) -> None:
 
 @pytest.mark.parametrize("family_name", ["gemma2", "gpt_oss", "mixtral"])
 def test_soft_caps_and_sinks(family_name: str) -> None:
-    """Scores that are capped (Gemma 2) and heads with sinks (gpt-oss) are computed as the model's eager attention does."""
+    """Scores that are capped (Gemma 2) and heads with sinks (gpt-oss) are computed as the model's eager
+    attention does.
+    """
     plain = tiny_model(family_name, attn_implementation="eager")
     rng = np.random.default_rng(3)
     with HFRunner.load(tiny_model(family_name), num_blocks=40, block_tokens=BLOCK, num_threads=1) as runner:

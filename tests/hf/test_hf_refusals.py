@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from hf_driver import HandDriver
 from hf_models import FAMILIES, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, LlamaForCausalLM, MambaConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -55,12 +56,14 @@ def test_encoder_decoder_is_refused() -> None:
 def test_no_positions_is_refused() -> None:
     """A model whose forward takes no positions (ALiBi of Bloom) cannot be packed."""
     model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2))
-    with pytest.raises(UnsupportedModel, match="BloomForCausalLM.*position_ids"):
+    with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM.*position_ids"):
         load(model)
 
 
 def test_chunks_in_the_mask_are_found() -> None:
-    """A model that cuts attention into chunks by its mask only (Llama 4) would be silently wrong; the self-test says so."""
+    """A model that cuts attention into chunks by its mask only (Llama 4) would be silently wrong; the
+    self-test says so.
+    """
     with pytest.raises(UnsupportedModel, match=r"Llama4ForCausalLM.*differ.*attention_chunk_size 16"):
         load(tiny_model("llama4_text"))
     assert not registered()
@@ -97,8 +100,6 @@ def test_a_missing_call_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch
         assert isinstance(model, LlamaForCausalLM)
         skipped = model.model.layers[1].self_attn
         monkeypatch.setattr(skipped, "forward", lambda hidden_states, **_: (hidden_states, None))
-        from hf_driver import HandDriver
-
         driver = HandDriver(runner, np.random.default_rng(0))
         with pytest.raises(UnsupportedModel, match="layer"):
             driver.step([(driver.sequence(np.arange(3, 9)), 6)])
@@ -143,8 +144,6 @@ def test_the_memory_is_clean_after_the_self_test() -> None:
 
 def test_several_runners_in_one_process() -> None:
     """Two runners keep to their own memory, and closing one leaves the other working."""
-    from hf_driver import HandDriver
-
     first, second = load(tiny_model("llama")), load(tiny_model("gpt2"))
     drivers = [HandDriver(r, np.random.default_rng(0)) for r in (first, second)]
     sequences = [d.sequence(np.arange(3, 20)) for d in drivers]
@@ -183,13 +182,15 @@ def test_nothing_there() -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, object], word: str) -> None:
     """A setting that cannot be is refused with its value."""
+    calls = {
+        "device": lambda value: loading.resolve_device(value),
+        "dtype": lambda value: loading.resolve_dtype(value),
+        "kv_dtype": lambda value: load(tiny_model("llama"), kv_dtype=value),
+        "kv_memory_bytes": lambda value: load(tiny_model("llama"), kv_memory_bytes=value),
+    }
+    ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=word):
-        if "kv" in next(iter(settings)):
-            load(tiny_model("llama"), **settings)
-        elif "device" in settings:
-            loading.resolve_device(str(settings["device"]))
-        else:
-            loading.resolve_dtype(str(settings["dtype"]))
+        calls[name](value)
 
 
 def test_memory_in_whole_pages() -> None:
