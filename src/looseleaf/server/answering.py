@@ -128,17 +128,21 @@ async def answer(
         LooseleafError: the engine refuses or fails a request.
     """
     requests = plan.requests()
-    generation = Generation(context.engine, requests)
+    pins = context.request_pins
+    outcomes = [pins.grant(wish, namespace=plan.namespace, owner=caller.name) for wish in plan.pins]
+    headers = {"x-request-id": plan.answer_id, **_pin_header(context, outcomes)}
     try:
+        generation = Generation(context.engine, requests)
+    except BaseException:
+        pins.revoke(outcomes)
+        raise
+    try:
+        pins.keep(outcomes)
         for item in requests:
             context.directory.record(item.request_id, caller)
-        outcomes = [context.request_pins.grant(pin, namespace=plan.namespace, owner=caller.name) for pin in plan.pins]
         includes_usage = plan.streams and plan.includes_usage
-        envelope = Envelope(plan.answer_id, int(time.time()), context.model_name, includes_usage)
-        answer_format = make_format(envelope)
-        headers = {"x-request-id": plan.answer_id}
+        answer_format = make_format(Envelope(plan.answer_id, int(time.time()), context.model_name, includes_usage))
         if plan.streams:
-            headers.update(_pin_header(context, outcomes))
             return EventStreamResponse(_events(generation, answer_format, plan), generation.close, headers)
     except BaseException:
         generation.close()

@@ -117,6 +117,9 @@ def error_response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None
 
 def _validation_answer(error: RequestValidationError) -> ErrorAnswer:
     problems = error.errors()
+    if problems and problems[0]["loc"] == ("body",) and problems[0]["type"] != "json_invalid":
+        message = "the body must be a JSON object\nhint: send it with `Content-Type: application/json`"
+        return error_answer(message, 400, code="invalid_body")
     shown = []
     for problem in problems[:_MAX_SHOWN_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"] if part != "body")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +27,11 @@ class PinRequest:
 
 @dataclass(frozen=True)
 class GrantedPin:
-    """A wish that was granted; how much it holds is a question for the cache (`describe`)."""
+    """A wish that was granted; how much it holds is a question for the cache (`describe`). `wish_key` is the same for
+    the same wish in the same namespace."""
 
     pin_id: str
+    wish_key: bytes
 
 
 @dataclass(frozen=True)
@@ -39,35 +42,51 @@ class RefusedPin:
 
 
 class RequestPins:
-    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made
-    before, so that it lives on and there is one of it. Used from the event loop only."""
+    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made before,
+    so that it lives on and there is one of it. Used from the event loop only.
+
+    A pin is granted before its request is submitted, so that what the quota says does not depend on how far the engine
+    has come; then it is kept (`keep`) or, if the engine refuses the request, taken back (`revoke`).
+    """
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._pin_of_wish: OrderedDict[bytes, str] = OrderedDict()
 
     def grant(self, wish: PinRequest, *, namespace: str, owner: str) -> GrantedPin | RefusedPin:
-        """Pin, or say why not. The new pin is made before the old one goes, so that nothing is unprotected
-        meanwhile."""
+        """Pin, or say why not. An older pin of the same wish stays until `keep`, so that nothing is unprotected
+        meanwhile.
+
+        Raises:
+            InvalidTokens: the wish is for something that is no prompt.
+        """
         try:
             pin = self._cache.pin(
-                tokens=wish.tokens,
-                namespace=namespace,
-                owner=owner,
-                ttl_seconds=wish.ttl_seconds,
-                level="hard",
+                tokens=wish.tokens, namespace=namespace, owner=owner, ttl_seconds=wish.ttl_seconds, level="hard"
             )
         except PinQuotaExceeded as error:
             return RefusedPin(error)
-        key = _wish_key(wish, namespace)
-        old_id = self._pin_of_wish.pop(key, None)
-        if old_id is not None:
-            with contextlib.suppress(UnknownPin):
-                self._cache.unpin(old_id)
-        self._pin_of_wish[key] = pin.id
-        if len(self._pin_of_wish) > _MAX_REMEMBERED_PINS:
+        return GrantedPin(pin.id, _wish_key(wish, namespace))
+
+    def keep(self, outcomes: Sequence[GrantedPin | RefusedPin]) -> None:
+        """The requests run: older pins of the same wishes go."""
+        for outcome in outcomes:
+            if isinstance(outcome, GrantedPin):
+                self._unpin(self._pin_of_wish.pop(outcome.wish_key, None))
+                self._pin_of_wish[outcome.wish_key] = outcome.pin_id
+        while len(self._pin_of_wish) > _MAX_REMEMBERED_PINS:
             self._pin_of_wish.popitem(last=False)
-        return GrantedPin(pin.id)
+
+    def revoke(self, outcomes: Sequence[GrantedPin | RefusedPin]) -> None:
+        """The requests were refused: their pins go, older ones stay."""
+        for outcome in outcomes:
+            if isinstance(outcome, GrantedPin):
+                self._unpin(outcome.pin_id)
+
+    def _unpin(self, pin_id: str | None) -> None:
+        if pin_id is not None:
+            with contextlib.suppress(UnknownPin):
+                self._cache.unpin(pin_id)
 
     def describe(self, outcome: GrantedPin | RefusedPin) -> str:
         """One outcome as text for a header: `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, field_validator
 
 from looseleaf.server.schemas.generation import MAX_LOGPROBS, GenerationBody
 
@@ -16,3 +18,19 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, value: Any) -> Any:
+        """One message for what is none of the four forms, instead of one for each form."""
+        if not (isinstance(value, str) or _is_list_of(value, (str, int)) or _is_list_of_token_lists(value)):
+            raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+        return value
+
+
+def _is_list_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, list) and any(all(type(item) is kind for item in value) for kind in kinds)
+
+
+def _is_list_of_token_lists(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_list_of(item, (int,)) for item in value)

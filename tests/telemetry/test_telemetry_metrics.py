@@ -1,0 +1,249 @@
+"""Metrics: complete, documented, consistent with the cache, monotonic, and the same under vLLM's names."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from looseleaf.core.config import CacheConfig
+from looseleaf.core.manager import CacheManager
+from looseleaf.core.stats import CacheStats
+from looseleaf.telemetry import Metrics
+from looseleaf.telemetry.cache_collector import COUNTERS, FIELDS_FROM_PINS, GAUGES
+from looseleaf.telemetry.vllm_names import RENAMED
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
+UNITS = ("_tokens", "_blocks", "_pages", "_seconds", "_ratio", "_requests", "_leases", "_pins", "_namespaces", "_nodes")
+COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
+          "looseleaf_pins", "looseleaf_namespaces")  # fmt: skip
+
+
+@dataclass
+class Load:
+    """An engine's load."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@pytest.fixture
+def cache() -> CacheManager:
+    return CacheManager(CacheConfig(num_pages=4, page_tokens=64, block_tokens=16))
+
+
+@pytest.fixture
+def metrics(cache: CacheManager) -> Metrics:
+    return Metrics(cache, model_name="m", vllm_names=True)
+
+
+def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.expose().body.decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return scrape(metrics)[name, tuple(sorted(labels.items()))]
+
+
+def run_request(cache: CacheManager, tokens: list[int]) -> None:
+    with cache.lease(tokens) as lease:
+        lease.reserve(len(tokens))
+        lease.commit(len(tokens))
+
+
+def exported_names(metrics: Metrics) -> set[str]:
+    return {family.name for family in metrics.registry.collect()}
+
+
+def test_every_figure_of_the_cache_is_exported():
+    """Each field of `stats()` is a metric, or is exported from the pins."""
+    exported = {sample.field for sample in (*COUNTERS, *GAUGES)} | set(FIELDS_FROM_PINS)
+    assert exported == {field.name for field in fields(CacheStats)}
+
+
+def test_every_metric_is_documented(metrics):
+    """docs/METRICS.md has a row for each metric and no row for anything else."""
+    counters = {family.name for family in metrics.registry.collect() if family.type == "counter"}
+    names = {f"{name}_total" if name in counters else name for name in exported_names(metrics)}
+    rows = [line.split("`")[1] for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("| `")]
+    assert len(rows) == len(set(rows))
+    assert set(rows) == names
+
+
+def test_names_have_our_prefix_and_a_unit(metrics):
+    """Every own name begins with looseleaf_ and ends in its unit or in what is counted."""
+    own = [name for name in exported_names(metrics) if not name.startswith("vllm:")]
+    assert own
+    for name in own:
+        assert name.startswith("looseleaf_")
+        assert name.endswith(UNITS) or name in COUNTS, name
+
+
+def test_gauges_say_what_stats_say(cache, metrics):
+    """A scrape agrees with `stats()`: blocks and pages by state add up, the pool is whole."""
+    run_request(cache, list(range(40)))
+    held = cache.lease(list(range(40)))
+    held.reserve(41)
+    stats = cache.stats()
+    samples = scrape(metrics)
+    for state, expected in (
+        ("free", stats.free_blocks),
+        ("active", stats.active_blocks),
+        ("cached", stats.cached_blocks),
+    ):
+        assert samples["looseleaf_blocks", (("state", state),)] == expected
+    for state, expected in (("free", stats.free_pages), ("partial", stats.partial_pages), ("full", stats.full_pages)):
+        assert samples["looseleaf_pages", (("state", state),)] == expected
+    assert samples["looseleaf_waste_ratio", ()] == pytest.approx(stats.waste)
+    assert samples["looseleaf_waste_ratio", ()] > 0
+    assert samples["looseleaf_leases", ()] == 1
+    assert samples["vllm:kv_cache_usage_perc", (("engine", "0"), ("model_name", "m"))] == stats.active_blocks / 16
+    held.release()
+
+
+def test_counters_only_grow(cache, metrics):
+    """[M125] After each of many requests, evictions and clears no counter is below what it was; a ratio is not reset
+    by steps."""
+    before = scrape(metrics)
+    for round_number in range(12):
+        run_request(cache, [round_number, *range(47)])
+        run_request(cache, list(range(60)))
+        metrics.on_step(num_scheduled_tokens=3, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001)
+        if round_number == 8:
+            cache.clear()
+        now = scrape(metrics)
+        for key, old in before.items():
+            if key[0].endswith(("_total", "_count", "_sum", "_bucket")):
+                assert now[key] >= old, key
+        before = now
+    stats = cache.stats()
+    assert before["looseleaf_query_tokens_total", ()] == stats.query_tokens == 12 * 108
+    assert before["looseleaf_hit_tokens_total", ()] == stats.hit_tokens > 0
+    ratio = value(metrics, "looseleaf_hit_ratio")
+    for _ in range(100):
+        metrics.on_step(num_scheduled_tokens=1, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001)
+    assert value(metrics, "looseleaf_hit_ratio") == ratio == pytest.approx(stats.hit_tokens / stats.query_tokens)
+
+
+def test_pins_by_owner_and_level(cache, metrics):
+    """Pins and their tokens are exported by owner and level, with any owner's name, and are gone after the pin is."""
+    run_request(cache, list(range(64)))
+    odd = 'ops"\n\\x'
+    hard = cache.pin(tokens=list(range(32)), owner=odd)
+    cache.pin(tokens=list(range(48)), owner="b", level="soft")
+    assert value(metrics, "looseleaf_pins", owner=odd, level="hard") == 1
+    assert value(metrics, "looseleaf_pinned_tokens", owner=odd, level="hard") == 32
+    assert value(metrics, "looseleaf_pinned_tokens", owner="b", level="soft") == 48
+    cache.unpin(hard.id)
+    assert ("looseleaf_pins", (("level", "hard"), ("owner", odd))) not in scrape(metrics)
+
+
+def test_what_the_engine_reports(metrics):
+    """Each call of the observer lands in its histogram or counter, in seconds and tokens."""
+    metrics.on_first_token(seconds=0.2)
+    metrics.on_step(num_scheduled_tokens=100, num_running=2, num_waiting=1, seconds=0.05, schedule_seconds=0.002)
+    metrics.on_preempt(num_lost_tokens=30)
+    metrics.on_finish(
+        reason="stop", num_prompt_tokens=50, num_cached_tokens=32, num_output_tokens=7, seconds=1.5, queue_seconds=0.5
+    )
+    samples = {name: number for (name, _), number in scrape(metrics).items()}
+    assert samples["looseleaf_time_to_first_token_seconds_sum"] == 0.2
+    assert samples["looseleaf_step_seconds_sum"] == 0.05
+    assert samples["looseleaf_schedule_seconds_sum"] == 0.002
+    assert samples["looseleaf_step_tokens_sum"] == 100
+    assert samples["looseleaf_request_seconds_sum"] == 1.5
+    assert samples["looseleaf_queue_seconds_sum"] == 0.5
+    assert samples["looseleaf_prompt_tokens_total"] == 50
+    assert samples["looseleaf_cached_prompt_tokens_total"] == 32
+    assert samples["looseleaf_output_tokens_total"] == 7
+    assert samples["looseleaf_preemptions_total"] == 1
+    assert samples["looseleaf_preempted_tokens_total"] == 30
+    assert value(metrics, "looseleaf_finished_requests_total", reason="stop") == 1
+
+
+def test_load_is_read_at_the_scrape(metrics):
+    """Running and waiting are those of the moment, 0 before an engine is watched."""
+    assert value(metrics, "looseleaf_running_requests") == 0
+    load = Load(3, 2)
+    metrics.watch(load)
+    assert value(metrics, "looseleaf_running_requests") == 3
+    load.num_running, load.num_waiting = 0, 1
+    assert value(metrics, "looseleaf_running_requests") == 0
+    assert value(metrics, "looseleaf_waiting_requests") == 1
+    assert value(metrics, "vllm:num_requests_waiting", model_name="m", engine="0") == 1
+
+
+def test_vllm_names_carry_the_same_numbers(cache, metrics):
+    """Each renamed series has the value of ours and vLLM's labels."""
+    run_request(cache, list(range(40)))
+    run_request(cache, list(range(40)))
+    metrics.on_first_token(seconds=0.2)
+    metrics.on_finish(
+        reason="length", num_prompt_tokens=40, num_cached_tokens=32, num_output_tokens=9, seconds=1, queue_seconds=0
+    )
+    samples = scrape(metrics)
+    renamed = 0
+    for (name, labels), number in samples.items():
+        if name.startswith("vllm:") and name != "vllm:kv_cache_usage_perc":
+            assert {("engine", "0"), ("model_name", "m")} <= set(labels)
+            ours = next(own for own, theirs in RENAMED.items() if name.startswith(theirs) and name[len(theirs) :] in (
+                "", "_total", "_bucket", "_count", "_sum", "_created"))  # fmt: skip
+            suffix = name.removeprefix(RENAMED[ours])
+            rest = tuple(label for label in labels if label[0] not in ("engine", "model_name"))
+            assert samples[ours + suffix, rest] == number
+            renamed += 1
+    assert renamed > len(RENAMED)
+    for name, expected in (
+        ("vllm:prefix_cache_queries_total", 80),
+        ("vllm:prefix_cache_hits_total", 32),
+        ("vllm:generation_tokens_total", 9),
+        ("vllm:prompt_tokens_total", 40),
+        ("vllm:time_to_first_token_seconds_count", 1),
+    ):
+        assert samples[name, (("engine", "0"), ("model_name", "m"))] == expected
+
+
+def test_vllm_names_are_off_by_default(cache):
+    """Without the switch there are our names only."""
+    assert not [name for name in exported_names(Metrics(cache)) if not name.startswith("looseleaf_")]
+
+
+def test_two_servers_in_one_process_do_not_mix(cache):
+    """Each `Metrics` has a registry of its own."""
+    first, second = Metrics(cache), Metrics(cache)
+    first.on_preempt(num_lost_tokens=1)
+    assert value(second, "looseleaf_preemptions_total") == 0
+
+
+def test_openmetrics_if_asked(metrics):
+    """The Accept header chooses OpenMetrics, which ends in its end mark."""
+    plain = metrics.expose()
+    assert plain.content_type.startswith("text/plain")
+    open_metrics = metrics.expose("application/openmetrics-text; version=1.0.0")
+    assert open_metrics.content_type.startswith("application/openmetrics-text")
+    assert open_metrics.body.endswith(b"# EOF\n")
+
+
+def test_counting_while_scraping(metrics):
+    """The engine's thread counts while the server's scrapes; nothing is lost."""
+
+    def count() -> None:
+        for _ in range(2000):
+            metrics.on_preempt(num_lost_tokens=1)
+
+    threads = [threading.Thread(target=count) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        scrape(metrics)
+    for thread in threads:
+        thread.join()
+    assert value(metrics, "looseleaf_preemptions_total") == 6000
