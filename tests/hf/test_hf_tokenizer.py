@@ -14,7 +14,8 @@ from looseleaf.hf.tokenizer import HFTokenizer
 
 STRICT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}"
-    "{{ raise_exception('only user and assistant') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
