@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from looseleaf import errors
 from looseleaf.errors import RequestError
 from looseleaf.server.conversations import Mark, Turn, prefix_up_to, render, stable_prefix
 from looseleaf.server.durations import parse_duration
-from looseleaf.server.errors import ApiError
+from looseleaf.server.errors import ApiError, answer_for
 from looseleaf.server.formats.logprobs import token_texts
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
@@ -126,6 +127,43 @@ def test_token_texts_keep_a_leading_space():
             return super().decode(token_ids).removeprefix(" ")
 
     assert token_texts(Stripping(), " ab c", list(b" ab c")) == [" ", "a", "b", " ", "c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "details"),
+    [
+        (errors.InvalidTokens("bad"), 400, {}),
+        (errors.DuplicateRequest("r"), 409, {"request_id": "r"}),
+        (errors.OutOfBlocks(5, 1, 2, 3), 503, {"needed": 5, "free": 1, "evictable": 2, "pinned": 3}),
+        (
+            errors.PromptTooLong(9, 5, "memory"),
+            400,
+            {"num_prompt_tokens": 9, "limit_tokens": 5, "limited_by": "memory"},
+        ),
+        (errors.UnknownPin("'p'"), 404, {"what": "'p'"}),
+        (errors.UnknownRequest("r"), 404, {"request_id": "r"}),
+        (errors.LeaseClosed("r", "commit"), 503, {"request_id": "r"}),
+        (errors.UnsupportedModel("x", "y"), 500, {"architecture": "x"}),
+        (errors.IntegrityError("I1", "blocks are lost"), 500, {"invariant": "I1"}),
+    ],
+)
+def test_errors_keep_their_code_and_numbers(error, status, details):
+    """Each error of looseleaf has its status, its stable code, its message with the hint, and its numbers as
+    fields."""
+    answer = answer_for(error)
+    assert answer.status == status
+    assert answer.error["code"] == error.code
+    assert answer.error["message"] == str(error)
+    assert answer.error.get("details", {}) == details
+
+
+@pytest.mark.anyio
+async def test_openapi_describes_every_route(server):
+    """/openapi.json lists the routes; there is no page that loads scripts from elsewhere."""
+    paths = (await server.get("/openapi.json"))["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/pins", "/v1/cache/clear", "/metrics", "/health"):
+        assert path in paths
+    assert (await server.http.get("/docs")).status_code == 404
 
 
 @pytest.mark.anyio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -110,6 +111,17 @@ async def test_pins_of_tokens_to_come(server):
     assert abs(pin["expires_at"] - time.time() - 60) < 5
     await server.post(COMPLETIONS, {"prompt": TEXT, "max_tokens": 1})
     assert (await server.get("/v1/pins"))["data"][0]["num_pinned_tokens"] == len(TEXT) // 16 * 16
+
+
+async def test_a_live_request_can_be_pinned(make_server, eventually):
+    """A request that still runs is pinned by its id: what it has committed at the call."""
+    server = await make_server(delay_seconds=0.005)
+    body = {"prompt": TEXT, "max_tokens": 40, "request_id": "long_doc_123", "ignore_eos": True}
+    running = asyncio.ensure_future(server.post(COMPLETIONS, body))
+    assert await eventually(lambda: server.runner.num_steps > 3)
+    pin = await server.post("/v1/pins", {"request_id": "long_doc_123"})
+    assert pin["num_pinned_tokens"] == pin["num_tokens"] // 16 * 16 >= len(TEXT) // 16 * 16
+    await running
 
 
 async def test_give_a_request_or_a_prompt(server):

@@ -134,6 +134,8 @@ async def test_a_client_sees_only_its_own(make_server):
         assert (await server.http.delete(path, headers=as_key("k2"))).status_code == 404
     await server.post("/v1/cache/clear", {"include_pins": True}, **as_key("k2"))
     assert (await server.get("/v1/pins", **as_key("k1")))["data"] == [pin]
+    await server.post(COMPLETIONS, body, **as_key("k2"))  # the same id, later, of another client
+    assert (await server.http.delete("/v1/pins?request_id=r", headers=as_key("k2"))).status_code == 404
     assert (await server.http.delete("/v1/pins?request_id=r", headers=as_key("k1"))).status_code == 200
 
 

@@ -87,3 +87,30 @@ async def test_generated_logprobs_do_not_depend_on_hits(server):
     first = [await run(97), await run(98)]
     server.cache.clear()
     assert [await run(98), await run(97)] == first[::-1]
+
+
+async def test_metrics_over_http(make_server):
+    """/metrics counts what clients did, under both families of names, and the load is 0 again when nothing runs."""
+    server = await make_server(vllm_names=True)
+    for _ in range(2):
+        await server.post(COMPLETIONS, {"prompt": TEXT, "max_tokens": 3})
+    await server.post(COMPLETIONS, {"prompt": TEXT, "max_tokens": 0})
+    response = await server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    num_prompt = len(TEXT) + 1
+    expected = {
+        'looseleaf_finished_requests_total{reason="length"}': 3,
+        "looseleaf_query_tokens_total": 3 * num_prompt,
+        "looseleaf_hit_tokens_total": 2 * (num_prompt // 16 * 16),
+        "looseleaf_prompt_tokens_total": 3 * num_prompt,
+        "looseleaf_output_tokens_total": 6,
+        "looseleaf_time_to_first_token_seconds_count": 2,
+        "looseleaf_running_requests": 0,
+        'vllm:prefix_cache_queries_total{engine="0",model_name="fake"}': 3 * num_prompt,
+        'vllm:generation_tokens_total{engine="0",model_name="fake"}': 6,
+        'vllm:kv_cache_usage_perc{engine="0",model_name="fake"}': 0,
+    }
+    assert {name: float(samples[name]) for name in expected} == expected
+    open_metrics = await server.http.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+    assert open_metrics.text.endswith("# EOF\n")

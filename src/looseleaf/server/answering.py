@@ -179,8 +179,7 @@ async def _events(
                 chunk = answer_format.chunk(choice)
                 if chunk is not None:
                     yield _event(chunk)
-    except LooseleafError as error:
-        generation.close()
+    except LooseleafError as error:  # the response aborts the other choices when it ends
         yield _event(answer_for(error).body())
         yield _DONE
         return

@@ -44,7 +44,8 @@ def create_app(
         finally:
             await run_in_threadpool(engine.stop)
 
-    app = FastAPI(title="looseleaf", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    # No docs pages: they load scripts from elsewhere into an origin where keys are typed in. /openapi.json is there.
+    app = FastAPI(title="looseleaf", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = ServerContext(
         engine=engine,
         cache=cache,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from looseleaf.core.pins import Pin
-from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
+from looseleaf.errors import RequestError, UnknownPin
 from looseleaf.server.auth import Caller
 from looseleaf.server.callers import AdminCaller, AnyCaller
 from looseleaf.server.context import Context, ServerContext
@@ -68,15 +68,13 @@ async def delete_pin(pin_id: str, context: Context, caller: AdminCaller) -> Dele
 
 @router.delete("/v1/pins")
 async def delete_pin_of_request(request_id: str, context: Context, caller: AdminCaller) -> DeletedPin:
-    """Undo the latest pin that was made by this request id."""
-    try:
-        known = known_request_id(context, caller, request_id)
-    except UnknownRequest:
-        if caller.key_namespace is not None:
-            raise
-        known = request_id  # forgotten by now, but its pin may live
-    context.cache.unpin(request_id=known)
-    return DeletedPin(id=request_id)
+    """Undo the latest pin that was made by this request id; 404 if there is none."""
+    ids = (request_id, f"{request_id}-0")
+    made = [pin for pin in _visible_pins(context, caller) if pin.request_id in ids]
+    if not made:
+        raise UnknownPin(f"of request {request_id!r}")
+    context.cache.unpin(made[-1].id)
+    return DeletedPin(id=made[-1].id)
 
 
 def _visible_pins(context: ServerContext, caller: Caller) -> list[Pin]:
