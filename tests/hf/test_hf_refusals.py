@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,12 +25,19 @@ def load(model: object, **settings: object) -> HFRunner:
     return HFRunner.load(model, num_blocks=8, block_tokens=8, num_threads=1, **settings)  # type: ignore[arg-type]
 
 
-def registered() -> set[str]:
+def all_registered() -> set[str]:
     return {name for name in AttentionInterface._global_mapping if name.startswith("looseleaf")}
 
 
+@pytest.fixture
+def registered() -> Callable[[], set[str]]:
+    """Names registered since the test began."""
+    before = all_registered()
+    return lambda: all_registered() - before
+
+
 @pytest.mark.parametrize("family_name", FAMILIES)
-def test_families_pass_their_self_test(family_name: str) -> None:
+def test_families_pass_their_self_test(family_name: str, registered: Callable[[], set[str]]) -> None:
     """The families promised are accepted, and closing gives the model its attention back."""
     model = tiny_model(family_name)
     former = model.config._attn_implementation
@@ -60,7 +68,7 @@ def test_no_positions_is_refused() -> None:
         load(model)
 
 
-def test_chunks_in_the_mask_are_found() -> None:
+def test_chunks_in_the_mask_are_found(registered: Callable[[], set[str]]) -> None:
     """A model that cuts attention into chunks by its mask only (Llama 4) would be silently wrong; the
     self-test says so.
     """
@@ -142,7 +150,7 @@ def test_the_memory_is_clean_after_the_self_test() -> None:
         assert int(runner.memory._num_written.max()) == 0
 
 
-def test_several_runners_in_one_process() -> None:
+def test_several_runners_in_one_process(registered: Callable[[], set[str]]) -> None:
     """Two runners keep to their own memory, and closing one leaves the other working."""
     first, second = load(tiny_model("llama")), load(tiny_model("gpt2"))
     drivers = [HandDriver(r, np.random.default_rng(0)) for r in (first, second)]
@@ -156,7 +164,7 @@ def test_several_runners_in_one_process() -> None:
     second.close()
 
 
-def test_a_dropped_runner_lets_go() -> None:
+def test_a_dropped_runner_lets_go(registered: Callable[[], set[str]]) -> None:
     """A runner that nobody closes unregisters when it is collected, so its memory does not stay for ever."""
     runner = load(tiny_model("llama"))
     assert len(registered()) == 1
