@@ -34,7 +34,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+async def eventually(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
     """True as soon as `condition` holds; False after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
