@@ -154,10 +154,10 @@ def test_after_eviction(bench: Bench) -> None:
 def test_after_preemption(bench: Bench) -> None:
     """[P23] Requests that lose their blocks in the middle of the output and compute again: the same tokens."""
     scale, rng = bench.scale, np.random.default_rng(4)
-    num_generated = 2 * BLOCK
+    num_generated = 3 * BLOCK
     kit = bench.kit(scale.tight_blocks)
     length = scale.tight_blocks * BLOCK // 3 - BLOCK
-    prompts = [random_tokens(rng, length + int(rng.integers(0, BLOCK))) for _ in range(3)]
+    prompts = [random_tokens(rng, length + int(rng.integers(0, BLOCK))) for _ in range(4)]
     feed(kit, prompts, num_generated, "r", rng)
     assert kit.observer.named("on_preempt")
     for index in range(len(prompts)):
@@ -172,7 +172,7 @@ def test_among_aborted_requests(bench: Bench) -> None:
     kit, prompts = bench.kit(max(scale.tight_blocks, scale.roomy_blocks // 4), num_running=6), scale.prompts(5)
     leaving = set(rng.permutation(len(prompts))[: len(prompts) * 2 // 3].tolist())
     for index, prompt in enumerate(prompts):
-        kit.add(f"r{index}", prompt, scale.num_generated, scale.by_generate)
+        kit.add(f"r{index}", prompt, scale.num_generated)
     waiting = rng.permutation(sorted(leaving)).tolist()
     while kit.engine.has_work:
         for _ in range(int(rng.integers(0, 3))):
