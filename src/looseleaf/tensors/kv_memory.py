@@ -77,29 +77,19 @@ class KVMemory:
         device: torch.device,
     ) -> None:
         if num_blocks < 1 or block_tokens < 1:
-            raise ConfigError(
-                f"KV memory needs at least one block of one token, not {num_blocks} of {block_tokens}"
-            )
+            raise ConfigError(f"KV memory needs at least one block of one token, not {num_blocks} of {block_tokens}")
         if not layers:
             raise ConfigError("KV memory needs at least one layer")
         if not dtype.is_floating_point:
-            raise ConfigError(
-                f"KV memory of {dtype} would lose the values written: take a floating-point dtype"
-            )
+            raise ConfigError(f"KV memory of {dtype} would lose the values written: take a floating-point dtype")
         self._layers = tuple(layers)
         self._num_blocks = num_blocks
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._device = device
         num_slots = num_blocks * block_tokens
-        self._keys = [
-            torch.zeros(num_slots, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device)
-            for shape in layers
-        ]
-        self._values = [
-            torch.zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
-            for shape in layers
-        ]
+        self._keys = [_zeros((num_slots, shape.num_kv_heads, shape.key_dim), dtype, device) for shape in layers]
+        self._values = [_zeros((num_slots, shape.num_kv_heads, shape.value_dim), dtype, device) for shape in layers]
         self._num_written = np.zeros(num_blocks, dtype=np.int32)
 
     @property
@@ -181,9 +171,7 @@ class KVMemory:
             )
         if not len(block_tables) or not int(num_needed.sum()):
             return
-        blocks = np.concatenate(
-            [table[:count] for table, count in zip(block_tables, num_needed, strict=True)]
-        )
+        blocks = np.concatenate([table[:count] for table, count in zip(block_tables, num_needed, strict=True)])
         if int(blocks.min()) < 0 or int(blocks.max()) >= self._num_blocks:
             raise IntegrityError(
                 "KV1",
@@ -191,10 +179,7 @@ class KVMemory:
             )
         wanted = np.full(len(blocks), self._block_tokens, dtype=np.int64)
         ends = np.cumsum(num_needed)[num_needed > 0] - 1
-        tails = (
-            num_tokens[num_needed > 0].astype(np.int64)
-            - (num_needed[num_needed > 0] - 1) * self._block_tokens
-        )
+        tails = num_tokens[num_needed > 0].astype(np.int64) - (num_needed[num_needed > 0] - 1) * self._block_tokens
         wanted[ends] = tails
         if (missing := np.flatnonzero(self._num_written[blocks] < wanted)).size:
             first = int(missing[0])
@@ -265,3 +250,13 @@ class KVMemory:
             by_block = stored.view(self._num_blocks, -1)
             by_block.index_copy_(0, targets, by_block.index_select(0, sources))
         self._num_written[ids[:, 1]] = self._num_written[ids[:, 0]]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. On the CPU its pages become real memory only when they are first written: numpy asks the
+    system for zeroed pages, where torch would write the zeros itself.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
