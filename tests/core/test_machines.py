@@ -26,12 +26,14 @@ def run(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_machine(machine: type[RuleBasedStateMachine]) -> None:
     """No sequence of calls breaks an invariant (some thousands of rules)."""
-    run(machine, num_examples=60, num_steps=40)
+    run(machine, num_examples=100, num_steps=60)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("machine", "num_examples"), [(PoolMachine, 800), (TreeMachine, 800), (ManagerMachine, 2600)], ids=lambda value: str(value)
+    ("machine", "num_examples"),
+    [(PoolMachine, 800), (TreeMachine, 800), (ManagerMachine, 2600)],
+    ids=lambda value: str(value),
 )
 def test_machine_long(machine: type[RuleBasedStateMachine], num_examples: int) -> None:
     """No sequence of calls breaks an invariant (over 200,000 rules in all)."""

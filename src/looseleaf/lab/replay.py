@@ -1,8 +1,8 @@
 """Replay of a trace, each request served at once and alone: what a policy and a capacity would have hit.
 
-The rules are those of a referee that works on blocks: each block of the trace is one block of the cache, filled with tokens of
-its own; one token is added to each prompt so that all of it can hit; a partial last block weighs the tokens that it has; of a
-request longer than the capacity only the first blocks are stored.
+The rules are those of a referee that works on blocks: each block of the trace is one block of the cache, filled with
+tokens of its own; one token is added to each prompt so that all of it can hit; a partial last block weighs the tokens
+that it has; of a request longer than the capacity only the first blocks are stored.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def replay_instant(
         ConfigError: the trace has lengths only, or sizes that do not go together.
     """
     if trace.block_tokens is None:
-        raise ConfigError(f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without --instant")
+        raise ConfigError(f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without
+        --instant")
     size = trace.block_tokens if block_tokens is None else block_tokens
     if size != trace.block_tokens:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Replay of a trace in its own time: requests live as long as prefill and decoding take at given rates.
 
-A rate model instead of a model: every request computes its uncached prompt at `prefill_rate` tokens/s from its admission on,
-then one token per step of 1 / `decode_rate` seconds, all requests alike. Memory is the real `CacheManager`: admission,
-growth, preemption, reuse and eviction happen as they would.
+A rate model instead of a model: every request computes its uncached prompt at `prefill_rate` tokens/s from its
+admission on, then one token per step of 1 / `decode_rate` seconds, all requests alike. Memory is the real
+`CacheManager`: admission, growth, preemption, reuse and eviction happen as they would.
 """
 
 from __future__ import annotations
@@ -208,5 +208,6 @@ def _tokens(request: TraceRequest, number: int, block_tokens: int | None) -> Int
         return np.full(num_tokens, number, dtype=np.int32)
     tokens = np.repeat(np.array(request.blocks, dtype=np.int32), block_tokens)[:num_tokens]
     if len(tokens) < num_tokens:
-        raise ConfigError(f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)} blocks")
+        raise ConfigError(f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)}
+        blocks")
     return tokens

@@ -28,8 +28,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival. `block_tokens`: tokens of one of its blocks (the last of a request may be partial), None
-    without content."""
+    """Requests in order of arrival. `block_tokens`: tokens of one of its blocks (the last of a request may be
+    partial), None without content."""
 
     name: str
     block_tokens: int | None
@@ -98,9 +98,7 @@ def _parse(rows: Iterator[TraceRequest], path: Path) -> Iterator[TraceRequest]:
 def _mooncake_rows(lines: Sequence[str]) -> Iterator[TraceRequest]:
     for line in lines:
         row = json.loads(line)
-        yield TraceRequest(
-            row["timestamp"] / 1000, row["input_length"], row["output_length"], tuple(row["hash_ids"])
-        )
+        yield TraceRequest(row["timestamp"] / 1000, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
 
 
 def _prefix_trace_rows(lines: Sequence[str]) -> Iterator[TraceRequest]:
@@ -132,6 +130,4 @@ def _csv_requests(lines: Sequence[str]) -> Iterator[TraceRequest]:
     for row in csv.DictReader(lines):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second are one more than datetime takes
         start = start or at
-        yield TraceRequest(
-            (at - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
-        )
+        yield TraceRequest((at - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())

@@ -23,8 +23,17 @@ from looseleaf.testing.clock import ManualClock
 from looseleaf.testing.mirror import EventMirror
 from looseleaf.testing.stamps import StampMemory
 
-PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
-NAMESPACES = st.sampled_from(["", "a", "b"])
+# Few different beginnings and long runs of one token, so that prompts share, diverge inside edges and fill pools.
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.builds(
+        lambda head, count, tail: [0, 1] * head + [1] * count + tail,
+        st.integers(0, 8),
+        st.integers(1, 24),
+        st.lists(st.integers(0, 2), max_size=4),
+    ),
+)
+NAMESPACES = st.sampled_from(["", "", "", "a"])
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
@@ -35,12 +44,13 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.leases: list[Lease] = []
         self.pins: dict[str, Pin] = {}
+        self.seen: list[list[int]] = []
         self.num_requests = 0
         self.clock = ManualClock()
 
     @initialize(
-        num_pages=st.integers(1, 5),
-        blocks_per_page=st.sampled_from([1, 2, 4, 8]),
+        num_pages=st.integers(1, 4),
+        blocks_per_page=st.sampled_from([1, 4, 8]),
         block_tokens=st.sampled_from([1, 2, 4]),
         policy=st.sampled_from(["lru", "fifo", "lfu"]),
         pin_quota=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
@@ -65,11 +75,22 @@ class ManagerMachine(RuleBasedStateMachine):
         self.size = block_tokens
         self.before: CacheStats = self.cache.stats()
 
+    def _prompt(self, data: st.DataObject) -> list[int]:
+        """A new prompt, or one seen before, cut or with something behind it."""
+        if self.seen and data.draw(st.integers(0, 3)):
+            known = data.draw(st.sampled_from(self.seen))
+            cut = data.draw(st.sampled_from([len(known), len(known), len(known) // 2 + 1]))
+            return known[:cut] + data.draw(st.lists(st.integers(0, 2), max_size=6))
+        prompt = data.draw(PROMPTS)
+        self.seen = [*self.seen[-5:], prompt]
+        return prompt
+
     # --- sequences ------------------------------------------------------------------------------------------------
 
-    @rule(prompt=PROMPTS, namespace=NAMESPACES, reuse=st.sampled_from([True, True, True, False]))
-    def lease(self, prompt: list[int], namespace: str, reuse: bool) -> None:
+    @rule(data=st.data(), namespace=NAMESPACES, reuse=st.sampled_from([True, True, True, False]))
+    def lease(self, data: st.DataObject, namespace: str, reuse: bool) -> None:
         """A lease finds exactly what the mirror says, and allocates nothing."""
+        prompt = self._prompt(data)
         expected = self.mirror.match(prompt, namespace) if reuse else 0
         assert self.cache.match(prompt, namespace).num_tokens == self.mirror.match(prompt, namespace)
         free = self.cache.stats().free_blocks
@@ -83,6 +104,24 @@ class ManagerMachine(RuleBasedStateMachine):
         if explanation.reason == "full_hit":
             assert expected == (len(prompt) - 1) // self.size * self.size
         self.leases.append(lease)
+
+    @rule(data=st.data(), namespace=NAMESPACES, keep=st.booleans())
+    def serve(self, data: st.DataObject, namespace: str, keep: bool) -> None:
+        """A whole prefill: match, reserve, write, commit; the lease ends at once or goes on living."""
+        prompt = self._prompt(data)
+        self.num_requests += 1
+        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace)
+        if not lease.try_reserve(len(prompt) + 1):
+            lease.release()
+            return
+        self.memory.write(lease, lease.num_cached_tokens, len(prompt))
+        lease.commit(len(prompt))
+        if lease.stores:
+            assert self.cache.match([*prompt, 9], namespace).num_tokens == len(prompt) // self.size * self.size
+        if keep:
+            self.leases.append(lease)
+        else:
+            lease.release()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), extra=st.integers(0, 12))
@@ -122,7 +161,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """A commit goes up to what is known and reserved, not beyond; then the content can be matched."""
         lease = data.draw(st.sampled_from(self.leases))
         limit = min(lease.num_tokens, lease.num_reserved_tokens)
-        target = data.draw(st.integers(0, limit + 1))
+        target = data.draw(st.sampled_from([limit, limit, limit // 2, limit + 1]))
         done = lease.num_committed_tokens
         if target > limit:
             try:
@@ -139,8 +178,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def decode_step(self, data: st.DataObject) -> None:
         """One token each, in one call: all get their slot or nothing changes."""
-        leases = data.draw(st.lists(st.sampled_from(self.leases), unique=True, max_size=4))
-        leases = [lease for lease in leases if lease.num_committed_tokens == lease.num_tokens]
+        ready = [lease for lease in self.leases if lease.num_committed_tokens == lease.num_tokens]
+        leases = data.draw(st.lists(st.sampled_from(ready), unique=True, min_size=1, max_size=4)) if ready else []
         tokens = [data.draw(st.integers(0, 2)) for _ in leases]
         stats = self.cache.stats()
         lengths = [lease.num_tokens for lease in leases]
@@ -213,7 +252,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # --- pins -----------------------------------------------------------------------------------------------------
 
     @rule(
-        prompt=PROMPTS,
+        data=st.data(),
         namespace=NAMESPACES,
         level=st.sampled_from(["hard", "soft"]),
         priority=st.integers(0, 2),
@@ -223,7 +262,7 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def pin(
         self,
-        prompt: list[int],
+        data: st.DataObject,
         namespace: str,
         level: str,
         priority: int,
@@ -232,6 +271,7 @@ class ManagerMachine(RuleBasedStateMachine):
         partial: bool,
     ) -> None:
         """A pin holds whole blocks within the quota, or is refused and nothing changes."""
+        prompt = self._prompt(data)
         stats = self.cache.stats()
         try:
             pin = self.cache.pin(
@@ -286,6 +326,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Upkeep never touches what is held or pinned (the invariants say so)."""
         self.cache.maintain()
 
+    @precondition(lambda self: self.num_requests % 8 == 7)
     @rule(namespace=st.sampled_from([None, "", "a"]), include_pins=st.booleans())
     def clear(self, namespace: str | None, include_pins: bool) -> None:
         """What a clear says is what it did: nothing but pinned content can be matched afterwards."""
