@@ -63,8 +63,9 @@ def replay_instant(
         ConfigError: the trace has lengths only, or sizes that do not go together.
     """
     if trace.block_tokens is None:
-        raise ConfigError(f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without
-        --instant")
+        raise ConfigError(
+            f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without --instant"
+        )
     size = trace.block_tokens if block_tokens is None else block_tokens
     if size != trace.block_tokens:
         raise ConfigError(

@@ -208,6 +208,7 @@ def _tokens(request: TraceRequest, number: int, block_tokens: int | None) -> Int
         return np.full(num_tokens, number, dtype=np.int32)
     tokens = np.repeat(np.array(request.blocks, dtype=np.int32), block_tokens)[:num_tokens]
     if len(tokens) < num_tokens:
-        raise ConfigError(f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)}
-        blocks")
+        raise ConfigError(
+            f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)} blocks"
+        )
     return tokens
