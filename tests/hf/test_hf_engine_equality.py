@@ -155,9 +155,11 @@ def test_after_preemption(bench: Bench) -> None:
     """[P23] Requests that lose their blocks in the middle of the output and compute again: the same tokens."""
     scale, rng = bench.scale, np.random.default_rng(4)
     num_generated = 3 * BLOCK
-    kit = bench.kit(scale.tight_blocks)
-    length = scale.tight_blocks * BLOCK // 3 - BLOCK
-    prompts = [random_tokens(rng, length + int(rng.integers(0, BLOCK))) for _ in range(4)]
+    num_blocks = 14 if scale.num_prompts < 20 else 64
+    kit = bench.kit(num_blocks)
+    lengths = rng.integers(num_blocks * BLOCK // 4, num_blocks * BLOCK // 3 - BLOCK, size=scale.num_prompts // 2)
+    prompts = [random_tokens(rng, int(length)) for length in lengths]
+    assert len(prompts) >= 4
     feed(kit, prompts, num_generated, "r", rng)
     assert kit.observer.named("on_preempt")
     for index in range(len(prompts)):
