@@ -160,6 +160,7 @@ def test_removed_before_commit_leaves_nothing():
 def test_late_output_of_an_aborted_request_is_dropped():
     """[P24] What the model gives for a request aborted meanwhile is neither committed nor given out."""
     kit = EngineKit(num_blocks=8)
+    kit.runner.script("a", 12, [65, 66, 67, 68])
     kit.add("a", prompt_of(12), 4)
     other = kit.add("b", prompt_of(6, seed=1), 4)
     execute = kit.runner.execute
@@ -179,6 +180,27 @@ def test_late_output_of_an_aborted_request_is_dropped():
     assert kit.cache.match(prompt_of(12)).num_tokens == 0
     kit.run()
     assert kit.tokens("b") == kit.expected(other)
+
+
+@pytest.mark.parametrize("end", ["prefill", "last-token", "failure"])
+def test_abort_wins_over_an_end_in_the_same_step(end):
+    """[S109] An abort that was accepted is how the request ends, once, whatever the running step brings."""
+    kit = EngineKit(num_blocks=8)
+    kit.add("a", prompt_of(12), 0 if end == "prefill" else 1)
+    execute = kit.runner.execute
+
+    def abort_meanwhile(batch):
+        assert kit.engine.abort("a")
+        if end == "failure":
+            raise RuntimeError("boom")
+        return execute(batch)
+
+    kit.runner.execute = abort_meanwhile
+    assert kit.step() == []
+    kit.step()
+    assert [delta.finish_reason for delta in kit.deltas["a"]] == [FinishReason.ABORT]
+    assert not kit.engine.has_work
+    assert not kit.engine.abort("a")
 
 
 def test_failed_step_hits_only_its_requests():
