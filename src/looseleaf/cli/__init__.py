@@ -1,0 +1,1 @@
+"""The command line, and the only place that builds the object graph."""

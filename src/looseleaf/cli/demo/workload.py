@@ -1,0 +1,81 @@
+"""What the demo asks: a policy with short questions, a document with long ones, and a burst of one-off letters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["short", "long", "one-off"]
+
+NUM_LETTERS = 12
+PARAGRAPHS_PER_LETTER = 16
+MAX_ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class DemoRequest:
+    """One prompt. `short`: a question behind the shared policy; `long`: one behind the document; `one-off`: a letter.
+
+    Answers end at `stop`; `max_tokens` is only a bound, as clients set it.
+    """
+
+    name: str
+    kind: Kind
+    prompt: str
+    max_tokens: int = MAX_ANSWER_TOKENS
+    stop: str = "\n"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival, `num_clients` at a time; `policy` is the text that is worth a pin."""
+
+    policy: str
+    requests: tuple[DemoRequest, ...]
+    num_clients: int = 4
+
+
+def shipped_workload() -> Workload:
+    """The workload of the texts in this package: 12 questions, 5 about the document, 12 letters."""
+    policy = _read("policy.txt")
+    document = _read("document.txt")
+    shorts = [
+        DemoRequest(f"question {number}", "short", f"{policy}\nQuestion: {question}\nAnswer:")
+        for number, question in enumerate(_read("questions.txt").splitlines(), 1)
+    ]
+    longs = [
+        DemoRequest(f"document {number}", "long", f"{document}\nQuestion: {question}\nAnswer:")
+        for number, question in enumerate(_read("document_questions.txt").splitlines(), 1)
+    ]
+    return Workload(policy, tuple(_mixed(shorts, longs, _letters())))
+
+
+def _mixed(shorts: list[DemoRequest], longs: list[DemoRequest], letters: list[DemoRequest]) -> list[DemoRequest]:
+    """Some questions, then the burst of letters with a few questions in it, then the other questions.
+
+    q d q q d q | l l l q  l l l q  l l d  l l q  l l | q d q q d q q ...
+    """
+    short, long, letter = iter(shorts), iter(longs), iter(letters)
+    mixed: list[DemoRequest] = []
+    for kind in "qdqqdq" + "lllq" + "lllq" + "lld" + "llq" + "ll" + "qdqqdqqq":
+        mixed += islice({"q": short, "d": long, "l": letter}[kind], 1)
+    return mixed + list(letter) + list(long) + list(short)
+
+
+def _letters() -> list[DemoRequest]:
+    """Letters that begin differently, each made of other paragraphs in another order; none shares a first block."""
+    paragraphs = [text.strip() for text in _read("letters.txt").split("\n\n")]
+    names = _read("names.txt").splitlines()
+    letters = []
+    for number, name in enumerate(names[:NUM_LETTERS]):
+        stride = (1, 3, 5, 9, 11, 13)[number % 6]
+        chosen = [paragraphs[(5 * number + stride * i) % len(paragraphs)] for i in range(PARAGRAPHS_PER_LETTER)]
+        text = "\n".join([f"{name}: letter {number + 1}", *chosen, "What this letter asks for, in a few words:"])
+        letters.append(DemoRequest(f"letter {number + 1}", "one-off", text))
+    return letters
+
+
+def _read(name: str) -> str:
+    return (files("looseleaf.cli.demo") / "texts" / name).read_text(encoding="utf-8").strip()

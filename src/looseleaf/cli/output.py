@@ -1,0 +1,32 @@
+"""What the commands print: JSON for programs, plain lines and tables for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout, in a readable layout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def stdout_console() -> Console:
+    """Console for tables and text."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=False)
+
+
+def stderr_console() -> Console:
+    """Console for progress. Bound to the stream of now: it keeps working where stderr is redirected."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.5 GiB`, `128.0 MiB`, `18.0 KiB`, `12 B`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,163 @@
+"""`looseleaf serve`: a Hugging Face model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from looseleaf.cli.extras import import_extra
+from looseleaf.cli.failures import FAILED, friendly_errors, say_error
+from looseleaf.cli.output import format_bytes, print_json, stderr_console, stdout_console
+from looseleaf.cli.progress import model_progress
+from looseleaf.engine.config import EngineConfig
+from looseleaf.lab.capacity import parse_bytes
+
+if TYPE_CHECKING:
+    from looseleaf.cli.build import MemorySettings, ModelSettings, Stack
+
+_DEFAULTS = EngineConfig()
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What the command line asks for."""
+
+    model: ModelSettings
+    memory: MemorySettings
+    engine: EngineConfig
+    admin_key: str | None
+    vllm_metrics: bool
+    host: str
+    port: int
+    as_json: bool
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id of a decoder-only model. Without it: the demo model.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for keys and values: 512MiB, 2GiB. Default: a quarter of RAM, at most 2GiB."),
+    ] = None,
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a page, the unit of memory.")] = 256,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, the unit of sharing.")] = 16,
+    pin_quota: Annotated[float, typer.Option(help="Share of the memory that pins may hold, 0 to 1.")] = 0.30,
+    policy: Annotated[str, typer.Option(help="Which cached blocks go first: lru, lfu, fifo.")] = "lru",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, float16, bfloat16.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    max_running_requests: Annotated[
+        int, typer.Option(help="Requests that hold memory at the same time.")
+    ] = _DEFAULTS.max_running_requests,
+    max_step_tokens: Annotated[
+        int, typer.Option(help="Tokens computed in one forward pass; longer prompts are cut.")
+    ] = _DEFAULTS.max_step_tokens,
+    max_model_tokens: Annotated[
+        int | None, typer.Option(help="Limit on prompt and output together. Default: the model's own.")
+    ] = None,
+    no_reuse: Annotated[bool, typer.Option("--no-reuse", help="Compute every prompt in full; store nothing.")] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need."),
+    ] = None,
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Export metrics under vLLM's names too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the start-up facts as JSON.")] = False,
+) -> None:
+    """Serve a Hugging Face model on paged, pinned, reused memory, with the OpenAI API."""
+    with friendly_errors():
+        limits = EngineConfig(max_running_requests, max_step_tokens, max_model_tokens, reuse=not no_reuse)
+        kv_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        build = import_extra("looseleaf.cli.build", "serve")
+        memory = build.MemorySettings(
+            kv_bytes=kv_bytes or build.default_kv_bytes(),
+            page_tokens=page_tokens,
+            block_tokens=block_tokens,
+            policy=policy,
+            pin_quota=pin_quota,
+        )
+        run(
+            ServeSettings(
+                build.ModelSettings(model, device, dtype), memory, limits, admin_key, vllm_metrics, host, port, as_json
+            )
+        )
+
+
+def run(settings: ServeSettings) -> None:
+    """Listen first (a port in use should not cost a model's loading), load, serve until stopped.
+
+    Raises:
+        ConfigError, ModelError: settings or model cannot be used.
+        typer.Exit: with 1 if the server could not start.
+    """
+    build = import_extra("looseleaf.cli.build", "serve")
+    serving = import_extra("looseleaf.cli.serving", "serve")
+    server = import_extra("looseleaf.server", "serve")
+    listening: socket.socket = serving.open_socket(settings.host, settings.port)
+    try:
+        with model_progress(stderr_console(), settings.model.source, is_shown=not settings.as_json) as progress:
+            loaded = build.load_model(settings.model, settings.memory, progress)
+        try:
+            stack = build.build_stack(
+                loaded,
+                settings.memory,
+                settings.engine,
+                server.ServerSettings(admin_key=settings.admin_key),
+                vllm_metrics=settings.vllm_metrics,
+            )
+            facts = startup_facts(stack, serving.url_of(listening))
+            announce = print_json if settings.as_json else print_welcome
+            if not serving.serve_until_stopped(stack.app, listening, lambda: announce(facts)):
+                say_error("the server did not start; the log above says why")
+                raise typer.Exit(FAILED)
+        finally:
+            loaded.close()
+    finally:
+        listening.close()
+    if not settings.as_json:
+        print("\nstopped")
+
+
+def startup_facts(stack: Stack, url: str) -> dict[str, Any]:
+    """What a person or program wants to know of a server that has just started."""
+    plan, info = stack.cache.plan, stack.model.runner.info
+    return {
+        "url": url,
+        "model": stack.model.name,
+        "max_model_tokens": stack.engine.engine.max_model_tokens,
+        "num_pages": plan.num_pages,
+        "page_tokens": stack.cache.config.page_tokens,
+        "block_tokens": plan.block_tokens,
+        "num_tokens": plan.num_tokens,
+        "kv_bytes": plan.num_tokens * info.bytes_per_token,
+        "bytes_per_token": info.bytes_per_token,
+        "policy": stack.cache.config.policy,
+        "pin_quota_tokens": plan.quota_blocks * plan.block_tokens,
+    }
+
+
+def print_welcome(facts: dict[str, Any]) -> None:
+    """The start-up facts for people, and how to call the server."""
+    url, name = facts["url"], facts["model"]
+    stdout_console().print(
+        f"looseleaf serves {name} at {url}\n"
+        f"  memory   {facts['num_pages']} pages of {facts['page_tokens']} tokens = {facts['num_tokens']:,} tokens, "
+        f"{format_bytes(facts['kv_bytes'])} ({format_bytes(facts['bytes_per_token'])} a token)\n"
+        f"  limits   {facts['max_model_tokens']:,} tokens a request, "
+        f"{facts['pin_quota_tokens']:,} tokens can be pinned\n"
+        f"  policy   {facts['policy']}, blocks of {facts['block_tokens']} tokens\n\n"
+        f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "prompt": "The harbour at dawn", "max_tokens": 32}}\'\n\n'
+        f"  from openai import OpenAI\n"
+        f'  client = OpenAI(base_url="{url}/v1", api_key="none")\n'
+        f'  client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])\n\n'
+        f"  dashboard {url}/dashboard   metrics {url}/metrics   API {url}/docs   stop: Ctrl-C",
+        markup=False,
+        soft_wrap=True,
+    )
