@@ -77,7 +77,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _prompt(self, data: st.DataObject) -> list[int]:
         """A new prompt, or one seen before, cut or with something behind it."""
-        if self.seen and data.draw(st.integers(0, 3)):
+        if len(self.seen) > 0 and data.draw(st.integers(0, 3)) > 0:
             known = data.draw(st.sampled_from(self.seen))
             cut = data.draw(st.sampled_from([len(known), len(known), len(known) // 2 + 1]))
             return known[:cut] + data.draw(st.lists(st.integers(0, 2), max_size=6))

@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self, data: st.DataObject) -> None:
         """What is given out was free."""
         count = data.draw(st.integers(0, min(self.pool.num_free_blocks, 70)))
-        after = data.draw(st.sampled_from(sorted(self.out))) if self.out and data.draw(st.booleans()) else None
+        after = data.draw(st.sampled_from(sorted(self.out))) if bool(self.out) and data.draw(st.booleans()) else None
         blocks = self.pool.take(count, after).tolist()
         assert len(set(blocks)) == count
         assert self.out.isdisjoint(blocks)

@@ -1,0 +1,149 @@
+"""Laws of replay: hits equal a referee's to the token, the optimum bounds them, and waste is that of real packing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from looseleaf import CacheConfig, ConfigError
+from looseleaf.lab.capacity import capacity_blocks, parse_bytes
+from looseleaf.lab.replay import replay_instant
+from looseleaf.lab.timed import RateModel, replay_timed
+from looseleaf.lab.traces import Trace, TraceRequest
+
+
+def conversations(num_requests: int = 300, seed: int = 1) -> Trace:
+    """Growing conversations that share beginnings, made here: 16-token blocks, the last one partial."""
+    rng = random.Random(seed)
+    paths: list[tuple[int, ...]] = [()]
+    requests = []
+    num_blocks = 0
+    for number in range(num_requests):
+        base = rng.choice(paths[-12:])
+        base = base[: rng.randint(0, len(base))] if rng.random() < 0.3 else base
+        fresh = tuple(range(num_blocks, num_blocks + rng.randint(1, 6)))
+        num_blocks += len(fresh)
+        path = (base + fresh)[:40]
+        paths.append(path)
+        requests.append(TraceRequest(number * 0.5, len(path) * 16 - rng.randint(0, 15), rng.randint(1, 60), path))
+    return Trace("conversations", 16, tuple(requests))
+
+
+def referee(trace: Trace, capacity: int, policy: str) -> int:
+    """Hit tokens of a block-level cache, by the plainest code there is: one set of blocks and a sort per eviction."""
+    assert trace.block_tokens is not None
+    key: dict[int, tuple[int, ...]] = {}
+    count: dict[int, int] = {}
+    hits = 0
+    for now, request in enumerate(trace.requests):
+        found = 0
+        while found < len(request.blocks) and request.blocks[found] in key:
+            found += 1
+        hits += min(found * trace.block_tokens, request.num_input_tokens)
+        own = request.blocks[:capacity]
+        for depth, block in enumerate(own):
+            count[block] = count.get(block, 0) + 1 if block in key else 1
+            if policy == "lru" or (policy == "fifo" and block not in key):
+                key[block] = (now, -depth)
+            elif policy == "lfu":
+                key[block] = (count[block], now, -depth)
+        while len(key) > capacity:
+            parents = {r.blocks[i] for r in trace.requests for i in range(len(r.blocks) - 1) if r.blocks[i + 1] in key}
+            candidates = [block for block in key if block not in own and block not in parents]
+            del key[min(candidates, key=key.__getitem__)]
+    return hits
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+@pytest.mark.parametrize("capacity", [7, 41, 120])
+@pytest.mark.parametrize("page_tokens", [16, 256])
+def test_hits_equal_a_plain_referee(policy: str, capacity: int, page_tokens: int) -> None:
+    """Instant replay through the real cache hits exactly what plain block-level code hits, whatever the page size."""
+    trace = conversations(120)
+    result = replay_instant(trace, capacity, policy, page_tokens=page_tokens)
+    assert result.hit_tokens == referee(trace, capacity, policy)
+    assert result.peak_blocks == min(capacity, trace.num_unique_blocks)
+    assert result.input_tokens == sum(request.num_input_tokens for request in trace.requests)
+
+
+def test_more_memory_never_hurts_lru() -> None:
+    """LRU is a stack algorithm: hits grow with capacity, up to those of an endless cache."""
+    trace = conversations()
+    hits = [replay_instant(trace, capacity).hit_tokens for capacity in (1, 10, 50, 100, 400, 2000)]
+    assert hits == sorted(hits)
+    assert replay_instant(trace, 5000).hit_tokens == hits[-1]
+    assert replay_instant(trace, 5000).evicted_blocks == 0
+
+
+def test_instant_needs_content_and_its_own_blocks() -> None:
+    """Lengths alone, or another block size, can't be replayed instantly."""
+    lengths = Trace("lengths", None, (TraceRequest(0, 10, 1, ()),))
+    with pytest.raises(ConfigError, match="lengths only"):
+        replay_instant(lengths, 10)
+    with pytest.raises(ConfigError, match="has blocks of 16 tokens, --block-tokens asks for 32"):
+        replay_instant(conversations(5), 10, block_tokens=32)
+
+
+def chat_lengths(num_requests: int = 150) -> Trace:
+    rng = random.Random(2)
+    requests = tuple(
+        TraceRequest(number * 0.3, rng.randint(20, 3000), rng.randint(5, 300), ()) for number in range(num_requests)
+    )
+    return Trace("chat", None, requests)
+
+
+def test_packed_pages_waste_as_little_as_blocks() -> None:
+    """256-token pages of 16-token blocks waste under 1% on chat lengths, where plain 256-token pages waste many times
+    that."""
+    trace = chat_lengths()
+    packed = replay_timed(trace, CacheConfig(num_pages=1024))
+    larger = replay_timed(trace, CacheConfig(num_pages=512, page_tokens=512))
+    plain = replay_timed(trace, CacheConfig(num_pages=1024, block_tokens=256))
+    assert packed.waste < 0.01
+    assert packed.waste == pytest.approx(larger.waste)
+    assert plain.waste > 5 * packed.waste
+
+
+def test_timed_replay_under_pressure() -> None:
+    """In a pool that is too small requests wait and are preempted, and all of them come through."""
+    done: list[int] = []
+    result = replay_timed(chat_lengths(60), CacheConfig(num_pages=20), RateModel(), done.append)
+    assert done == list(range(1, 61))
+    assert result.peak_blocks <= 320
+    assert result.evicted_blocks > 0
+
+
+def test_timed_replay_shares_prefixes() -> None:
+    """With content, timed replay hits too; never more than an endless cache."""
+    trace = conversations(100)
+    result = replay_timed(trace, CacheConfig(num_pages=64))
+    assert 0 < result.hit_tokens <= replay_instant(trace, 5000).hit_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"), [("5%", 50), ("0.01%", 1), ("388blocks", 388), ("1block", 1), ("2MiB", 64), ("100 KB", 3)]
+)
+def test_capacities(text: str, blocks: int) -> None:
+    """Shares round up, bytes round down."""
+    assert capacity_blocks(text, 1000, 32768) == blocks
+
+
+@pytest.mark.parametrize("text", ["", "5", "0%", "-3%", "0blocks", "10 potatoes", "1B"])
+def test_wrong_capacities(text: str) -> None:
+    """What is no capacity, or less than a block, is refused."""
+    with pytest.raises(ConfigError):
+        capacity_blocks(text, 1000, 32768)
+
+
+def test_bytes() -> None:
+    """Binary and decimal units, any case."""
+    assert [parse_bytes(text) for text in ("1", "2KiB", "1.5mb", "3 GiB")] == [1, 2048, 1_500_000, 3 * 2**30]
+    with pytest.raises(ConfigError, match="without the bytes of a token"):
+        capacity_blocks("1GiB", 10, None)
+
+
+def test_rates_are_positive() -> None:
+    """A rate of nothing is refused."""
+    with pytest.raises(ConfigError, match="decode_rate is 0"):
+        RateModel(decode_rate=0)
