@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from looseleaf.engine.engine import Engine
 from looseleaf.engine.observer import EngineObserver
 from looseleaf.engine.runner import ModelRunner
 from looseleaf.engine.tokenizer import Tokenizer
-from looseleaf.hf.demo_model import DEMO_MODEL_NAME, Progress, demo_model_dir
+from looseleaf.hf.demo_model import DEMO_MODEL_NAME, Progress, demo_model_dir, quiet_transformers
 from looseleaf.hf.runner import HFRunner
 from looseleaf.hf.tokenizer import HFTokenizer
 from looseleaf.server import ServerSettings, create_app
@@ -106,17 +107,19 @@ def load_model(model: ModelSettings, memory: MemorySettings, progress: Progress 
     """
     memory.cache_config(num_pages=1)
     source = demo_model_dir(progress) if model.source is None else model.source
-    tokenizer = HFTokenizer.load(source)
-    runner = HFRunner.load(
-        source,
-        kv_memory_bytes=memory.kv_bytes,
-        num_blocks=None if memory.num_pages is None else memory.num_pages * memory.blocks_per_page,
-        block_tokens=memory.block_tokens,
-        page_tokens=memory.page_tokens,
-        device=model.device,
-        dtype=model.dtype,
-        extra_eos_token_ids=tokenizer.eos_token_ids,
-    )
+    has_downloads = not Path(source).is_dir()
+    with contextlib.nullcontext() if has_downloads else quiet_transformers():
+        tokenizer = HFTokenizer.load(source)
+        runner = HFRunner.load(
+            source,
+            kv_memory_bytes=memory.kv_bytes,
+            num_blocks=None if memory.num_pages is None else memory.num_pages * memory.blocks_per_page,
+            block_tokens=memory.block_tokens,
+            page_tokens=memory.page_tokens,
+            device=model.device,
+            dtype=model.dtype,
+            extra_eos_token_ids=tokenizer.eos_token_ids,
+        )
     return LoadedModel(model_name(model.source), runner, tokenizer, runner.num_blocks, runner.close)
 
 

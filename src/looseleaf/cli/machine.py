@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
             "num_processors": _num_processors(),
             "memory_bytes": _memory_bytes(),
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
         "commit": commit(Path(looseleaf.__file__).parent),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
@@ -69,7 +69,8 @@ def _memory_bytes() -> int | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

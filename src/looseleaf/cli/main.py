@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Annotated
 
 import typer
 
 from looseleaf.cli.demo.command import demo
 from looseleaf.cli.explain import explain
+from looseleaf.cli.machine import version_of
 from looseleaf.cli.pins import pins_app
 from looseleaf.cli.replay import replay
 from looseleaf.cli.serve import serve
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(importlib.metadata.version("looseleaf"))
+        print(version_of("looseleaf") or "not installed")
         raise typer.Exit
 
 

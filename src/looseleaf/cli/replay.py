@@ -15,6 +15,7 @@ from looseleaf.cli.failures import friendly_errors
 from looseleaf.cli.output import print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import new_progress
 from looseleaf.core.config import CacheConfig
+from looseleaf.core.eviction import POLICIES
 from looseleaf.errors import ConfigError
 from looseleaf.lab.capacity import capacity_blocks
 from looseleaf.lab.replay import ReplayResult, replay_instant
@@ -41,7 +42,7 @@ class ReplaySettings:
 def replay(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, prefix-trace/1, or CSV with request lengths.")],
     capacity: Annotated[str, typer.Option(help="5% of the trace's unique blocks, 388blocks, or 2GiB.")] = "5%",
-    policy: Annotated[str, typer.Option(help="Which cached blocks go first: lru, lfu, fifo.")] = "lru",
+    policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = "lru",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens of a page. Default: 256.")] = None,
     block_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a block. Default: 16; with --instant the trace's own.")

@@ -12,12 +12,27 @@ from looseleaf.cli.extras import import_extra
 from looseleaf.cli.failures import FAILED, friendly_errors, say_error
 from looseleaf.cli.output import format_bytes, print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import model_progress
+from looseleaf.core.eviction import POLICIES
 from looseleaf.engine.config import EngineConfig
 from looseleaf.lab.capacity import parse_bytes
 
 if TYPE_CHECKING:
     from looseleaf.cli.build import MemorySettings, ModelSettings, Stack
+    from looseleaf.server import ServerSettings
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Folder or hub id of a decoder-only model. Without it: the demo model.")
+]
+KvMemoryOption = Annotated[
+    str | None, typer.Option(help="Memory for keys and values: 512MiB, 2GiB. Default: a quarter of RAM, at most 2GiB.")
+]
+MaxModelTokensOption = Annotated[
+    int | None, typer.Option(help="Limit on prompt and output together. Default: the model's own.")
+]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need."),
+]
 _DEFAULTS = EngineConfig()
 
 
@@ -28,7 +43,7 @@ class ServeSettings:
     model: ModelSettings
     memory: MemorySettings
     engine: EngineConfig
-    admin_key: str | None
+    server: ServerSettings
     vllm_metrics: bool
     host: str
     port: int
@@ -36,19 +51,16 @@ class ServeSettings:
 
 
 def serve(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or hub id of a decoder-only model. Without it: the demo model.")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for keys and values: 512MiB, 2GiB. Default: a quarter of RAM, at most 2GiB."),
-    ] = None,
+    model: ModelArgument = None,
+    kv_memory: KvMemoryOption = None,
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page, the unit of memory.")] = 256,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block, the unit of sharing.")] = 16,
     pin_quota: Annotated[float, typer.Option(help="Share of the memory that pins may hold, 0 to 1.")] = 0.30,
-    policy: Annotated[str, typer.Option(help="Which cached blocks go first: lru, lfu, fifo.")] = "lru",
+    policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = "lru",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, float16, bfloat16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     max_running_requests: Annotated[
@@ -57,17 +69,10 @@ def serve(
     max_step_tokens: Annotated[
         int, typer.Option(help="Tokens computed in one forward pass; longer prompts are cut.")
     ] = _DEFAULTS.max_step_tokens,
-    max_model_tokens: Annotated[
-        int | None, typer.Option(help="Limit on prompt and output together. Default: the model's own.")
-    ] = None,
+    max_model_tokens: MaxModelTokensOption = None,
     no_reuse: Annotated[bool, typer.Option("--no-reuse", help="Compute every prompt in full; store nothing.")] = False,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need."),
-    ] = None,
-    vllm_metrics: Annotated[
-        bool, typer.Option("--vllm-metrics", help="Export metrics under vLLM's names too.")
-    ] = False,
+    admin_key: AdminKeyOption = None,
+    vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Use vLLM's names for metrics too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the start-up facts as JSON.")] = False,
 ) -> None:
     """Serve a Hugging Face model on paged, pinned, reused memory, with the OpenAI API."""
@@ -82,11 +87,9 @@ def serve(
             policy=policy,
             pin_quota=pin_quota,
         )
-        run(
-            ServeSettings(
-                build.ModelSettings(model, device, dtype), memory, limits, admin_key, vllm_metrics, host, port, as_json
-            )
-        )
+        model_settings = build.ModelSettings(model, device, dtype)
+        server = build.ServerSettings(admin_key=admin_key)
+        run(ServeSettings(model_settings, memory, limits, server, vllm_metrics, host, port, as_json))
 
 
 def run(settings: ServeSettings) -> None:
@@ -98,7 +101,6 @@ def run(settings: ServeSettings) -> None:
     """
     build = import_extra("looseleaf.cli.build", "serve")
     serving = import_extra("looseleaf.cli.serving", "serve")
-    server = import_extra("looseleaf.server", "serve")
     listening: socket.socket = serving.open_socket(settings.host, settings.port)
     try:
         with model_progress(stderr_console(), settings.model.source, is_shown=not settings.as_json) as progress:
@@ -108,7 +110,7 @@ def run(settings: ServeSettings) -> None:
                 loaded,
                 settings.memory,
                 settings.engine,
-                server.ServerSettings(admin_key=settings.admin_key),
+                settings.server,
                 vllm_metrics=settings.vllm_metrics,
             )
             facts = startup_facts(stack, serving.url_of(listening))

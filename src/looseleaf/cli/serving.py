@@ -16,6 +16,7 @@ from looseleaf.errors import ConfigError, LifecycleError
 GRACE_SECONDS = 5
 """How long requests that run may go on after the server was told to stop."""
 START_SECONDS = 30.0
+MAX_PORT = 65_535
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -24,12 +25,14 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: host or port cannot be had.
     """
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"port {port} does not exist; ports go from 0 to {MAX_PORT}", "port 0 takes a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}",
+            f"cannot listen on {host}:{port}: {error.strerror}",
             "choose another --host or --port; port 0 takes a free one",
         ) from error
 

