@@ -106,6 +106,7 @@ class Sequence:
 
     It owns a lease exactly while it runs: `lease is None` for all that wait (a waiting request owns no
     blocks).
+    `last_token`: the newest token, which the next decode step computes.
     `is_counted`: its look-up is in the cache's statistics already.
     `is_decoding`: all tokens but the last one are computed, so each step computes one more.
     """
@@ -119,6 +120,7 @@ class Sequence:
         "is_aborted",
         "is_counted",
         "is_decoding",
+        "last_token",
         "lease",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -139,6 +141,7 @@ class Sequence:
         self.lease: Lease | None = None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
+        self.last_token = int(prompt[-1])
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.is_decoding = False
@@ -156,11 +159,6 @@ class Sequence:
         return self._buffer[: self.num_tokens]
 
     @property
-    def last_token(self) -> int:
-        """The newest token, which the next decode step computes."""
-        return int(self._buffer[self.num_tokens - 1])
-
-    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
@@ -175,7 +173,7 @@ class Sequence:
         if self.num_tokens == len(self._buffer):
             room = np.empty(max(64, self.num_tokens // 2), np.int32)
             self._buffer = np.concatenate((self._buffer, room))
-        self._buffer[self.num_tokens] = token_id
+        self._buffer[self.num_tokens] = self.last_token = token_id
         self.num_tokens += 1
 
     def sampling_row(self) -> SamplingRow:
