@@ -34,6 +34,9 @@ from looseleaf.hf.selftest import blocks_for, check_against_own_forward, own_ans
 from looseleaf.hf.step_plan import StepPlan
 from looseleaf.tensors import KVMemory, num_blocks_for_bytes
 
+GATHER_BYTES = 1 << 20
+"""K and V gathered for one decode group, per thread; about what a core's own caches hold."""
+
 SURVEY_TOKENS = 4
 """Tokens of the pass that finds out what layers a model has."""
 
@@ -74,6 +77,7 @@ class HFRunner:
         self._attention = attention
         self._memory = memory
         self._info = info
+        self._group_tokens = group_tokens_for(memory)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @classmethod
@@ -230,6 +234,7 @@ class HFRunner:
             device=memory.device,
             dtype=self._model.dtype,
             keep_exact=memory.dtype == self._model.dtype,
+            group_tokens=self._group_tokens,
         )
         last_rows = batch.query_starts[1:][batch.sampled].astype(np.int64) - 1
         with self._attention.step(plan):
@@ -261,6 +266,17 @@ class HFRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def group_tokens_for(memory: KVMemory) -> int | None:
+    """Keys of one decode group that stay in the processor's caches between gathering and attending; None: no limit.
+
+    Gathered beyond the caches, keys and values go through main memory three times instead of once.
+    """
+    if memory.device.type != "cpu":
+        return None
+    largest = max(shape.numbers_per_token for shape in memory.layers) * memory.dtype.itemsize
+    return max(1, GATHER_BYTES * torch.get_num_threads() // largest)
 
 
 def point_model_at(model: PreTrainedModel, name: str) -> None:

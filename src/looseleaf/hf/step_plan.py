@@ -92,6 +92,7 @@ class StepPlan:
     dtype: torch.dtype
     keep_exact: bool
     slots: torch.Tensor
+    group_tokens: int | None = None
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
     @classmethod
@@ -103,10 +104,11 @@ class StepPlan:
         device: torch.device,
         dtype: torch.dtype,
         keep_exact: bool,
+        group_tokens: int | None = None,
     ) -> StepPlan:
         """Plan `batch` for attention in `dtype` on `device`."""
         slots = torch.from_numpy(np.ascontiguousarray(batch.slots)).to(device)
-        return cls(batch, block_tokens, device, dtype, keep_exact, slots)
+        return cls(batch, block_tokens, device, dtype, keep_exact, slots, group_tokens)
 
     def for_window(self, window: int | None) -> AttentionPlan:
         """The plan for layers that see the last `window` tokens (q - window < k <= q), or everything
@@ -125,7 +127,7 @@ class StepPlan:
         return AttentionPlan(
             decode=tuple(
                 self._decode_group(group, starts[group], num_keys[group], window)
-                for group in group_by_length(decoding, num_keys, window)
+                for group in group_by_length(decoding, num_keys, window, self.group_tokens)
             ),
             prefill=tuple(self._prefill_chunk(int(s), window) for s in np.flatnonzero(num_query > 1)),
         )
@@ -178,11 +180,13 @@ def slots_of(block_table: Int32Array, positions: Int64Array, block_tokens: int) 
     return block_table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
 
 
-def group_by_length(sequences: Int64Array, num_keys: Int64Array, window: int | None) -> list[Int64Array]:
-    """Split `sequences` into groups whose padded batch wastes little: within a group no one sees less than
-    half of the longest.
+def group_by_length(
+    sequences: Int64Array, num_keys: Int64Array, window: int | None, group_tokens: int | None
+) -> list[Int64Array]:
+    """Split `sequences` into groups that are attended in one padded batch each.
 
-    `num_keys` [S] by sequence. A further group costs about as much as 64 keys, so near lengths stay together.
+    `num_keys` [S] by sequence. Within a group no one sees less than half of the longest, unless the difference is at
+    most 64 keys: so much a further group costs. A group of several has at most `group_tokens` keys, fill included.
     """
     if len(sequences) == 0:
         return []
@@ -192,7 +196,8 @@ def group_by_length(sequences: Int64Array, num_keys: Int64Array, window: int | N
     first = 0
     for index in range(1, len(order)):
         longest, length = int(seen[order[first]]), int(seen[order[index]])
-        if 2 * length < longest and longest - length > 64:
+        is_full = group_tokens is not None and (index + 1 - first) * longest > group_tokens
+        if is_full or (2 * length < longest and longest - length > 64):
             groups.append(sequences[order[first:index]])
             first = index
     groups.append(sequences[order[first:]])
@@ -228,6 +233,4 @@ def prefill_tiles(
         hidden = keys[None, :] > queries[:, None]
         if window is not None:
             hidden |= keys[None, :] <= queries[:, None] - window
-        yield PrefillTile(
-            first_row + tile_first, first_row + tile_stop, low - oldest, high - oldest, additive(hidden)
-        )
+        yield PrefillTile(first_row + tile_first, first_row + tile_stop, low - oldest, high - oldest, additive(hidden))
