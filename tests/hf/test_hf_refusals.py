@@ -164,6 +164,14 @@ def test_several_runners_in_one_process(registered: Callable[[], set[str]]) -> N
     second.close()
 
 
+def test_one_model_has_one_runner() -> None:
+    """A model that is served already is not taken over by a second runner; after closing it can be served again."""
+    model = tiny_model("llama")
+    with load(model), pytest.raises(ConfigError, match="another runner"):
+        load(model)
+    load(model).close()
+
+
 def test_a_dropped_runner_lets_go(registered: Callable[[], set[str]]) -> None:
     """A runner that nobody closes unregisters when it is collected, so its memory does not stay for ever."""
     runner = load(tiny_model("llama"))

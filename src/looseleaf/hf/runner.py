@@ -34,6 +34,9 @@ from looseleaf.hf.selftest import blocks_for, check_against_own_forward, own_ans
 from looseleaf.hf.step_plan import StepPlan
 from looseleaf.tensors import KVMemory, num_blocks_for_bytes
 
+NAME_PREFIX = "looseleaf-"
+"""Attention implementations of runners are registered under names that begin so."""
+
 GATHER_BYTES = 1 << 20
 """K and V gathered for one decode group, per thread; about what a core's own caches hold."""
 
@@ -69,7 +72,7 @@ class HFRunner:
 
     The model is led to this runner's own attention function by a name registered for it alone, so several
     runners may live in one process. `close` (or the end of a `with` block) gives the model its former
-    attention back and frees the memory.
+    attention back; the memory is freed with the runner, closed or not.
     """
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, memory: KVMemory, info: ModelInfo) -> None:
@@ -103,7 +106,7 @@ class HFRunner:
 
         `dtype` is the model's, `kv_dtype` the memory's (auto: the model's). `extra_eos_token_ids` are added
         to those of the model's configuration; a tokenizer knows more. `self_test=False` skips the check,
-        for a model known to pass.
+        for a model known to pass. A model that is loaded already stays on its device and in its dtype.
 
         Raises:
             UnsupportedModel: this architecture cannot be served; the message names it and what differs.
@@ -119,7 +122,9 @@ class HFRunner:
             loaded = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(loaded)
         former = loaded.config._attn_implementation
-        name = f"looseleaf-{id(loaded):x}"
+        if former.startswith(NAME_PREFIX):
+            raise ConfigError("this model is served by another runner already", "close that one first, or load twice")
+        name = f"{NAME_PREFIX}{id(loaded):x}"
         attention = PagedAttention(type(loaded).__name__, backend or GatherBackend())
         register_attention(name, attention)
         try:
@@ -132,6 +137,7 @@ class HFRunner:
             _restore(loaded, former, name)
             raise
         runner._closer = weakref.finalize(runner, _restore, loaded, former, name)
+        runner._closer.atexit = False  # at the end of the process nobody calls the model any more
         return runner
 
     @classmethod
@@ -254,7 +260,8 @@ class HFRunner:
         return every[0, last_rows]
 
     def close(self) -> None:
-        """Give the model its former attention back and let go of the memory. Twice does nothing more."""
+        """Give the model its former attention back; nothing can be computed any more. Twice does nothing more.
+        """
         if self._closer is not None:
             self._closer()
         self._attention.memory = None

@@ -27,12 +27,11 @@ END_OF_TURN_TOKENS = (
     "<|im_end|>",
     "<|eot_id|>",
     "<|end_of_turn|>",
-    "<|end|>",
-    "<|return|>",
     "<|endoftext|>",
     "</s>",
 )
-"""Tokens with which chat models end their turn; those that exist as special tokens end a sequence."""
+"""Tokens with which chat models end their turn; those that exist as special tokens end a sequence. Tokens that end a
+turn in one format and only a part of it in another are left to the model's generation configuration."""
 
 
 class HFTokenizer:
