@@ -37,8 +37,8 @@ class ServerClient:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no URL of a server", f"write it as {DEFAULT_URL}")
         self._url = url.rstrip("/").removesuffix("/v1")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10.0, read=600.0), transport=transport)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._transport = transport
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON answer of one call.
@@ -46,8 +46,10 @@ class ServerClient:
         Raises:
             ServerError: no connection, or an error answer; its message and hint are the server's.
         """
+        timeout = httpx.Timeout(10.0, read=600.0)
         try:
-            response = self._http.request(method, self._url + path, json=body)
+            with httpx.Client(headers=self._headers, timeout=timeout, transport=self._transport) as http:
+                response = http.request(method, self._url + path, json=body)
         except httpx.HTTPError as error:
             raise ServerError(
                 f"no answer from {self._url}: {error}", "is it running? start it with: looseleaf serve"

@@ -60,7 +60,7 @@ def replay(
         settings = ReplaySettings(
             capacity, policy, page_tokens, block_tokens, bytes_per_token, RateModel(prefill_rate, decode_rate)
         )
-        loaded = _load(trace, block_tokens if instant else None)
+        loaded = _load(trace)
         with _progress(len(loaded.requests), is_shown=not as_json) as on_progress:
             result = (_instant if instant else _timed)(loaded, settings, on_progress)
         if as_json:
@@ -69,9 +69,9 @@ def replay(
             stdout_console().print(_table(result))
 
 
-def _load(path: Path, block_tokens: int | None) -> Trace:
+def _load(path: Path) -> Trace:
     try:
-        return load_trace(path, block_tokens)
+        return load_trace(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 

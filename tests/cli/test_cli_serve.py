@@ -1,0 +1,146 @@
+"""`serve` as a process: start-up, what it prints, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+SRC = Path(__file__).parents[2] / "src"
+
+# The real command over a fake model: what needs torch is replaced, so that it starts at once.
+PROGRAM = """
+import sys
+import types
+for name in ("demo_model", "runner", "tokenizer"):
+    stub = sys.modules["looseleaf.hf." + name] = types.ModuleType("looseleaf.hf." + name)
+    for attribute in ("DEMO_MODEL_NAME", "Progress", "demo_model_dir", "quiet_transformers", "HFRunner", "HFTokenizer"):
+        setattr(stub, attribute, None)
+import looseleaf.cli.build as build
+from looseleaf.cli.main import app
+from looseleaf.testing.fake_runner import FakeRunner
+from looseleaf.testing.fake_tokenizer import FakeTokenizer
+
+def load_model(model, memory, progress):
+    memory.cache_config(num_pages=1)
+    num_blocks = memory.kv_bytes // 8 // memory.block_tokens
+    letters = tuple(range(ord("a"), ord("z") + 1))
+    runner = FakeRunner(num_blocks, memory.block_tokens, delay_seconds={delay}, alphabet=letters)
+    return build.LoadedModel("fake", runner, FakeTokenizer(), num_blocks, lambda: print("closed", flush=True))
+
+build.load_model = load_model
+assert "torch" not in sys.modules
+app()
+"""
+
+
+@contextmanager
+def serving(*options: str, delay: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own; killed at the end if it still runs."""
+    command = [sys.executable, "-c", PROGRAM.format(delay=delay), "serve", "--port", "0", "--kv-memory", "64KiB", *options]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    watchdog = threading.Timer(60.0, process.kill)
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def read_json(process: subprocess.Popen[str]) -> dict[str, object]:
+    """The JSON document that the command prints when it is ready."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line == "}\n":
+            return dict(json.loads("".join(lines)))
+    raise AssertionError(f"it ended: {process.stderr.read() if process.stderr else ''}")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_cleanly(sent: signal.Signals) -> None:
+    """Ctrl-C ends the server with 0, SIGTERM as that signal; the model is closed, and no traceback is printed."""
+    with serving("--json") as process:
+        facts = read_json(process)
+        assert httpx.get(f"{facts['url']}/health").status_code == 200
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == (0 if sent is signal.SIGINT else -signal.SIGTERM)
+        assert "Traceback" not in err
+        if sent is signal.SIGINT:
+            assert "closed" in out
+
+
+def test_startup_facts_add_up() -> None:
+    """`--json` says how the memory is cut: 64 KiB of 8 bytes a token are 8,192 tokens in 32 pages."""
+    with serving("--json", "--policy", "lfu", "--max-model-tokens", "1000", "--pin-quota", "0.25") as process:
+        facts = read_json(process)
+        assert facts["model"] == "fake"
+        assert facts["num_pages"] == 32
+        assert facts["num_tokens"] == 8192
+        assert facts["kv_bytes"] == 65536
+        assert facts["policy"] == "lfu"
+        assert facts["max_model_tokens"] == 1000
+        assert facts["pin_quota_tokens"] == 2048
+
+
+def test_the_printed_calls_work() -> None:
+    """A person sees model, memory, a curl call and the client's address; the address serves the official client."""
+    with serving() as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "dashboard" in line:
+                break
+        text = "".join(lines)
+        found = re.search(r'base_url="(\S+)/v1"', text)
+        assert found is not None
+        assert f"curl {found.group(1)}/v1/completions" in text
+        assert "32 pages of 256 tokens = 8,192 tokens" in text
+        with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none") as client:
+            answer = client.completions.create(model="fake", prompt="The harbour", max_tokens=4)
+        assert len(answer.choices[0].text) == 4
+
+
+def test_ctrl_c_does_not_wait_for_long_requests() -> None:
+    """A request that would run for minutes is cut off after the grace time, and the exit is clean."""
+    with serving("--json", delay=0.2) as process:
+        facts = read_json(process)
+        body = {"model": "fake", "prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{facts['url']}/v1/completions", json=body, timeout=30.0) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in err, err
+
+
+def test_the_admin_key_is_asked_for() -> None:
+    """With `--admin-key`, pins are refused without it and granted with it; completions stay open."""
+    with serving("--json", "--admin-key", "secret") as process:
+        url = read_json(process)["url"]
+        assert httpx.post(f"{url}/v1/pins", json={"text": "hello"}).status_code in (401, 403)
+        granted = httpx.post(f"{url}/v1/pins", json={"text": "hello"}, headers={"Authorization": "Bearer secret"})
+        assert granted.status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
