@@ -70,9 +70,7 @@ def test_lengths_only_need_an_absolute_capacity(cli: RunCli, lengths: Path) -> N
     assert share.exit_code == 2
     assert "lengths only" in share.stderr
     blocks = json.loads(cli("replay", str(lengths), "--capacity", "320blocks", "--json").stdout)
-    in_bytes = json.loads(
-        cli("replay", str(lengths), "--capacity", "5KiB", "--bytes-per-token", "1", "--json").stdout
-    )
+    in_bytes = json.loads(cli("replay", str(lengths), "--capacity", "5KiB", "--bytes-per-token", "1", "--json").stdout)
     assert blocks == in_bytes
     assert blocks["capacity_blocks"] == 320
 

@@ -48,7 +48,17 @@ app()
 @contextmanager
 def serving(*options: str, delay: float = 0.0) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own; killed at the end if it still runs."""
-    command = [sys.executable, "-c", PROGRAM.format(delay=delay), "serve", "--port", "0", "--kv-memory", "64KiB", *options]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM.format(delay=delay),
+        "serve",
+        "--port",
+        "0",
+        "--kv-memory",
+        "64KiB",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
