@@ -23,7 +23,7 @@ from looseleaf.hf.attention import LayerTraits
 from looseleaf.ids import Int32Array, Int64Array
 from looseleaf.tensors import KVMemory
 
-LONG_TOKENS = 56
+LONG_TOKENS = 40
 """Length of the longest test sequence, unless a small window asks for more."""
 
 MAX_TEST_TOKENS = 320
@@ -199,9 +199,9 @@ def schedule(sequences: Sequence[Int64Array], block_tokens: int) -> list[list[_P
     shared = min(shared, lengths[1] - 1)
     cut = max(shared, lengths[0] * 2 // 3, 1)
     cuts = [
-        [0, cut, *range(max(cut, lengths[0] - 3), lengths[0]), lengths[0]],
-        [shared, shared + (lengths[1] - shared) // 2, *range(max(shared + 1, lengths[1] - 2), lengths[1]), lengths[1]],
-        [0, 1, *range(lengths[2] - 2, lengths[2]), lengths[2]],
+        [0, cut, lengths[0] - 1, lengths[0]],
+        [shared, shared + (lengths[1] - shared) // 2, max(shared, lengths[1] - 1), lengths[1]],
+        [0, 1, lengths[2] - 1, lengths[2]],
     ]
     pieces = [
         [_Piece(index, a, b) for a, b in pairwise(marks) if b > a]
