@@ -95,6 +95,17 @@ def test_shared_but_below_a_block(make: MakeCache, block_tokens: int, hits: int,
     assert (stats.hit_tokens, stats.below_block_tokens) == (hits, below)
 
 
+def test_a_resumed_request_keeps_its_reason(make: MakeCache) -> None:
+    """[M122] A preempted request that comes back is explained by its first look-up, not by what it left itself."""
+    cache = make(32)
+    prompt = tokens(1, 17)
+    run(cache, prompt, "asked")
+    with start(cache, [*prompt, 5, 6], "asked", count_lookup=False) as lease:
+        assert lease.num_cached_tokens == 16
+        assert cache.explain("asked").reason == "never_seen"
+    assert cache.explain("asked").num_cached_tokens == 0
+
+
 def test_misspelt_template_is_located(make: MakeCache) -> None:
     """[R43] An old turn that is rendered differently misses from there on, and the explanation names the position."""
     cache = make(64)

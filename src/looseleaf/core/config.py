@@ -72,8 +72,7 @@ class CacheConfig:
         _check_count("num_known_requests", self.num_known_requests, 0)
         if self.block_tokens > 512 or self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(
-                f"block_tokens is {self.block_tokens}; it must be a power of two from 1 to 512",
-                "16 is a good choice",
+                f"block_tokens is {self.block_tokens}; it must be a power of two from 1 to 512", "16 is a good choice"
             )
         if self.page_tokens % self.block_tokens:
             raise ConfigError(f"page_tokens is {self.page_tokens}, not a multiple of block_tokens {self.block_tokens}")

@@ -70,12 +70,7 @@ def forked(num_tokens: int, num_shared_tokens: int, parent_id: str) -> Explanati
 
 
 def explain_lookup(
-    tree: PrefixTree,
-    forgotten: ForgottenTable,
-    node: Node,
-    data: bytes,
-    num_cached_blocks: int,
-    now_seconds: float,
+    tree: PrefixTree, forgotten: ForgottenTable, node: Node, data: bytes, num_cached_blocks: int, now_seconds: float
 ) -> Explanation:
     """Why a look-up of packed tokens ended at the end of `node`, after `num_cached_blocks` blocks. Read-only.
 
@@ -97,9 +92,7 @@ def explain_lookup(
 
     if num_usable_blocks == 0:
         return answer(
-            "below_one_block",
-            f"a prompt needs {block_tokens + 1} tokens to reuse a block of {block_tokens}",
-            0,
+            "below_one_block", f"a prompt needs {block_tokens + 1} tokens to reuse a block of {block_tokens}", 0
         )
     if num_cached_blocks == num_usable_blocks:
         return answer("full_hit", "all whole blocks were cached, and at least one token is always computed", None)

@@ -66,11 +66,7 @@ def _check_pages(store: BlockStore) -> None:
     num_free = 0
     for page in range(pool.num_pages):
         mask = sum(1 << int(index) for index in np.flatnonzero(taken[page]))
-        _require(
-            mask == pool.masks[page],
-            "I3",
-            f"page {page} has mask {pool.masks[page]:b}, its blocks say {mask:b}",
-        )
+        _require(mask == pool.masks[page], "I3", f"page {page} has mask {pool.masks[page]:b}, its blocks say {mask:b}")
         free = pool.blocks_per_page - mask.bit_count()
         num_free += free
         if 0 < free < pool.blocks_per_page:
@@ -80,9 +76,7 @@ def _check_pages(store: BlockStore) -> None:
     _require(sorted(pool.free_pages) == empty, "I3", f"free pages are {empty[:8]}…, listed {pool.free_pages[:8]}…")
     partial = sum(0 < mask < pool.full_mask for mask in pool.masks)
     _require(
-        partial == pool.num_partial_pages,
-        "I3",
-        f"{partial} pages are partly used, {pool.num_partial_pages} listed",
+        partial == pool.num_partial_pages, "I3", f"{partial} pages are partly used, {pool.num_partial_pages} listed"
     )
 
 
@@ -109,9 +103,7 @@ def _check_tree(store: BlockStore) -> None:
         _require(bool((holders == holders[0]).all()), "I4", f"{name}: its blocks have different holders")
         if not parent.is_root:
             _require(
-                int(ledger.refs[parent.blocks[0]]) >= int(holders[0]),
-                "I4",
-                f"{name} is held more than its parent",
+                int(ledger.refs[parent.blocks[0]]) >= int(holders[0]), "I4", f"{name} is held more than its parent"
             )
     _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
     _require(bool((owner == ledger.stored).all()), "I6", "a block is in two nodes, or stored without a node")
@@ -124,14 +116,10 @@ def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
         row, name = lease.row, f"request {lease.request_id!r}"
         known, reserved, committed = rows.num_tokens[row], rows.num_reserved[row], rows.num_committed[row]
         _require(
-            committed <= min(known, reserved),
-            "I7",
-            f"{name}: {committed} committed of {known}, {reserved} reserved",
+            committed <= min(known, reserved), "I7", f"{name}: {committed} committed of {known}, {reserved} reserved"
         )
         _require(
-            lease.num_blocks == -(-reserved // size),
-            "I7",
-            f"{name}: {lease.num_blocks} blocks, {reserved} tokens",
+            lease.num_blocks == -(-reserved // size), "I7", f"{name}: {lease.num_blocks} blocks, {reserved} tokens"
         )
         _require(rows.num_places[row] == lease.num_blocks * size, "I7", f"{name}: places are miscounted")
         index = known // size
@@ -179,11 +167,7 @@ def _check_pins(store: BlockStore) -> None:
     found = (num_hard, num_soft, num_idle)
     counted = (pins.num_hard_blocks, pins.num_soft_blocks, pins.num_hard_idle_blocks)
     _require(found == counted, "I8", f"(hard, soft, idle hard) blocks are {found}, counted {counted}")
-    _require(
-        num_hard + num_soft <= pins.quota_blocks,
-        "I8",
-        f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}",
-    )
+    _require(num_hard + num_soft <= pins.quota_blocks, "I8", f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}")
 
 
 def _check_victims(store: BlockStore) -> None:
@@ -195,8 +179,4 @@ def _check_victims(store: BlockStore) -> None:
             expected["soft" if node.soft_priorities else "unpinned"].add(node.id)
     for queue, nodes in expected.items():
         offered = set(store.victims.offered(queue))
-        _require(
-            offered == nodes,
-            "I9",
-            f"{queue} victims are {sorted(nodes)[:8]}…, offered {sorted(offered)[:8]}…",
-        )
+        _require(offered == nodes, "I9", f"{queue} victims are {sorted(nodes)[:8]}…, offered {sorted(offered)[:8]}…")

@@ -28,20 +28,8 @@ class Lease:
     """
 
     __slots__ = (
-        "_desk",
-        "copies",
-        "explanation",
-        "head",
-        "is_open",
-        "namespace",
-        "node",
-        "num_blocks",
-        "num_cached_tokens",
-        "own_node",
-        "request_id",
-        "row",
-        "stores",
-        "table",
+        "_desk", "copies", "explanation", "head", "is_open", "namespace", "node", "num_blocks", "num_cached_tokens",
+        "own_node", "request_id", "row", "stores", "table", "view",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +52,7 @@ class Lease:
         self.head = head
         self.table = table
         self.num_blocks = len(table)
+        self.view: Int32Array | None = None  # the read-only part of `table` that is in use, once it was asked for
         self.num_cached_tokens = 0
         self.stores = stores
         self.explanation = explanation
@@ -207,6 +196,7 @@ class Lease:
         """Replace the whole table."""
         self.table = blocks
         self.num_blocks = len(blocks)
+        self.view = None
 
     def add_blocks(self, blocks: Int32Array) -> None:
         """Append blocks to the table; amortised O(blocks)."""
@@ -217,3 +207,4 @@ class Lease:
             self.table = table
         self.table[self.num_blocks : needed] = blocks
         self.num_blocks = needed
+        self.view = None

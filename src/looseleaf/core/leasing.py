@@ -36,12 +36,7 @@ class LeaseDesk:
     # --- opening and ending ---------------------------------------------------------------------------------------
 
     def open(
-        self,
-        prompt: Tokens,
-        request_id: RequestId | None,
-        namespace: Namespace,
-        count_lookup: bool,
-        reuse: bool,
+        self, prompt: Tokens, request_id: RequestId | None, namespace: Namespace, count_lookup: bool, reuse: bool
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
@@ -49,6 +44,9 @@ class LeaseDesk:
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
             node, blocks, explanation = self._look_up(data, num_tokens, namespace, reuse)
+            earlier = None if count_lookup else self._history.get(request_id)
+            if earlier is not None:  # a request that comes back keeps the reason of its first look-up
+                explanation = earlier.explanation
             lease = self._make(request_id, node, data, num_tokens, blocks, reuse, explanation)
             num_cached = len(blocks) * self._block_tokens
             lease.num_cached_tokens = num_cached
@@ -183,10 +181,7 @@ class LeaseDesk:
             rows, row = self.rows, lease.row
             if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
                 raise CommitBeyondReserved(
-                    num_tokens,
-                    int(rows.num_tokens[row]),
-                    int(rows.num_reserved[row]),
-                    int(rows.num_committed[row]),
+                    num_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
                 )
             if num_tokens > rows.num_committed[row]:
                 self._commit_to(lease, int(rows.num_committed[row]), num_tokens)
@@ -199,10 +194,7 @@ class LeaseDesk:
             rows, row = self.rows, lease.row
             if num_tokens < rows.num_committed[row]:
                 raise CommitBeyondReserved(
-                    num_tokens,
-                    int(rows.num_tokens[row]),
-                    int(rows.num_reserved[row]),
-                    int(rows.num_committed[row]),
+                    num_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
                 )
             if num_tokens < rows.num_tokens[row]:
                 self._set_tokens(lease, self._known_tokens(lease)[: num_tokens * TOKEN_BYTES])
@@ -300,9 +292,10 @@ class LeaseDesk:
     def block_table(self, lease: Lease) -> Int32Array:
         """See `Lease.block_table`."""
         self._check_open(lease, "block_table")
-        table: Int32Array = lease.table[: lease.num_blocks]
-        table.flags.writeable = False
-        return table
+        if lease.view is None:
+            lease.view = lease.table[: lease.num_blocks]
+            lease.view.flags.writeable = False
+        return lease.view
 
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""

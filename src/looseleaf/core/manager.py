@@ -48,10 +48,7 @@ class CacheManager:
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        clock: Callable[[], float] = time.monotonic,
-        on_event: EventListener | None = None,
+        self, config: CacheConfig, clock: Callable[[], float] = time.monotonic, on_event: EventListener | None = None
     ) -> None:
         self.config = config
         self.plan = CachePlan.of(config)

@@ -27,11 +27,7 @@ class BlockStore:
     ids."""
 
     def __init__(
-        self,
-        plan: CachePlan,
-        policy: EvictionPolicy,
-        clock: Callable[[], float],
-        on_event: EventListener | None,
+        self, plan: CachePlan, policy: EvictionPolicy, clock: Callable[[], float], on_event: EventListener | None
     ) -> None:
         self.plan = plan
         self.pool = PagePool(plan.num_pages, plan.blocks_per_page)

@@ -9,12 +9,12 @@ from looseleaf.core.eviction.lru import LRUPolicy
 
 
 class FIFOPolicy(LRUPolicy):
-    """LRU that takes no note of uses: the order is that of storing."""
+    """LRU to which only storing is a use."""
 
     name: ClassVar[str] = "fifo"
 
     def hit(self, node_ids: Sequence[int], now: int) -> None:
-        """See `EvictionPolicy.hit`: changes nothing."""
+        """Changes nothing."""
 
     def release(self, node_ids: Sequence[int], now: int) -> None:
-        """See `EvictionPolicy.release`: changes nothing."""
+        """Changes nothing."""

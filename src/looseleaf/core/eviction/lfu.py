@@ -2,61 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
-from looseleaf.core.eviction.heap import OfferedHeap
+from looseleaf.core.eviction.heap import Key
+from looseleaf.core.eviction.lru import LRUPolicy
 
 
-class LFUPolicy:
+class LFUPolicy(LRUPolicy):
     """Evicts the leaf with the fewest uses. Counts start anew when a run is stored again after its eviction."""
 
     name: ClassVar[str] = "lfu"
 
     def __init__(self) -> None:
+        super().__init__()
         self._num_uses: dict[int, int] = {}
-        self._last_used: dict[int, int] = {}
-        self._heap = OfferedHeap()
+
+    def key(self, node_id: int, depth_blocks: int) -> Key:
+        """Uses first, then recency."""
+        return (self._num_uses[node_id], self._last_used[node_id], -depth_blocks)
 
     def insert(self, node_id: int, now: int) -> None:
-        """See `EvictionPolicy.insert`."""
+        """The first use."""
+        super().insert(node_id, now)
         self._num_uses[node_id] = 1
-        self._last_used[node_id] = now
 
     def hit(self, node_ids: Sequence[int], now: int) -> None:
-        """See `EvictionPolicy.hit`."""
+        """One more use of each."""
+        super().hit(node_ids, now)
         for node_id in node_ids:
             self._num_uses[node_id] += 1
-            self._last_used[node_id] = now
-
-    def release(self, node_ids: Sequence[int], now: int) -> None:
-        """See `EvictionPolicy.release`."""
-        for node_id in node_ids:
-            self._last_used[node_id] = now
 
     def split(self, node_id: int, upper_id: int) -> None:
-        """See `EvictionPolicy.split`."""
+        """Both parts were used as often as the whole."""
+        super().split(node_id, upper_id)
         self._num_uses[upper_id] = self._num_uses[node_id]
-        self._last_used[upper_id] = self._last_used[node_id]
-
-    def offer(self, node_id: int, depth_blocks: int) -> None:
-        """See `EvictionPolicy.offer`."""
-        self._heap.offer(node_id, (self._num_uses[node_id], self._last_used[node_id], -depth_blocks))
-
-    def withdraw(self, node_id: int) -> None:
-        """See `EvictionPolicy.withdraw`."""
-        self._heap.withdraw(node_id)
-
-    def victim(self) -> int | None:
-        """See `EvictionPolicy.victim`."""
-        return self._heap.first()
 
     def forget(self, node_id: int) -> None:
-        """See `EvictionPolicy.forget`."""
-        self._heap.withdraw(node_id)
+        """O(1)."""
+        super().forget(node_id)
         del self._num_uses[node_id]
-        del self._last_used[node_id]
-
-    def offered(self) -> Iterable[int]:
-        """See `EvictionPolicy.offered`."""
-        return self._heap.offered()
