@@ -65,7 +65,7 @@ def slow_sample(logits: np.ndarray, wanted: SamplingRow) -> int:
 @given(st.data())
 def test_equals_the_slow_sampler(data: st.DataObject) -> None:
     """Any mix of rows gives, row by row, what the definition gives."""
-    vocab = data.draw(st.sampled_from([3, 17, 600]))
+    vocab = data.draw(st.sampled_from([3, 17, 600, 1500, 3000]))
     num_rows = data.draw(st.integers(1, 6))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     logits = (rng.normal(size=(num_rows, vocab)) * 3).astype(np.float32)
@@ -182,6 +182,41 @@ def test_greedy_in_bfloat16_beats_argmax() -> None:
         return min(times)
 
     assert best(lambda: greedy(logits)) < best(lambda: logits.argmax(dim=-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.2, 3.0]), st.booleans())
+def test_candidates_change_nothing(seed: int, spread: float, tied: bool) -> None:
+    """Drawing among the most likely first gives the token of the full sort: flat rows, ties, draws far out."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy((rng.normal(size=(6, 2000)) * spread).astype(np.float32))
+    if tied:
+        logits = logits.round()
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    rows = [
+        row(uniform=float(u), top_k=int(k), top_p=float(p))
+        for u, k, p in zip(rng.random(6), rng.choice([0, 0, 7, 700], 6), rng.choice([1.0, 0.9, 0.999], 6), strict=True)
+    ]
+    assert sampling._draw(scaled, rows).tolist() == sampling._draw_sorted(scaled, rows).tolist()
+
+
+def test_most_draws_sort_nothing_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a distribution like a language model's, no row of a large vocabulary is sorted in full."""
+    sorted_rows: list[int] = []
+    slow = sampling._draw_sorted
+
+    def spy(scaled: torch.Tensor, rows: object) -> torch.Tensor:
+        sorted_rows.append(len(scaled))
+        return slow(scaled, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampling, "_draw_sorted", spy)
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy((-np.log1p(np.arange(20_000)) * 3)[None].repeat(50, 0).astype(np.float32))
+    got = sample(
+        logits, [row(uniform=float(u), top_p=p) for u, p in zip(rng.random(50), [1.0, 0.95] * 25, strict=True)]
+    )
+    assert sorted_rows == []
+    assert len(set(got.token_ids.tolist())) > 1
 
 
 def test_no_rows() -> None:

@@ -17,6 +17,14 @@ slow in bfloat16.
 """
 
 
+NUM_CANDIDATES = 512
+"""Most likely tokens that are put in order before a draw; nearly every draw falls among them."""
+
+
+PART_NUMBERS = 1 << 19
+"""Logits that are sampled together on the CPU: 2 MiB of float32."""
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Chosen tokens int64 [N], and log-probabilities for the rows that asked (None for the others)."""
@@ -34,21 +42,25 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     row; sorting is paid by sampled rows only.
     """
     plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not row.params.needs_history]
-    others = [
-        i for i in range(len(rows)) if not (rows[i].params.is_greedy and not rows[i].params.needs_history)
-    ]
+    others = [i for i in range(len(rows)) if not (rows[i].params.is_greedy and not rows[i].params.needs_history)]
     chosen = np.zeros(len(rows), dtype=np.int64)
     if plain:
         picked = logits if not others else logits[torch.tensor(plain, device=logits.device)]
         chosen[plain] = greedy(picked).cpu().numpy()
-    if others:
-        picked = logits[torch.tensor(others, device=logits.device)].float()
-        chosen[others] = _sample_rows(picked, [rows[i] for i in others]).cpu().numpy()
+    for few in _in_parts(others, logits):
+        picked = logits[torch.tensor(few, device=logits.device)].float()
+        chosen[few] = _sample_rows(picked, [rows[i] for i in few]).cpu().numpy()
     asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     for i in asking:
         logprobs[i] = _logprobs(logits[i], int(chosen[i]), rows[i].params.num_logprobs or 0)
     return Sampled(chosen, tuple(logprobs))
+
+
+def _in_parts(places: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """On the CPU rows are sampled a few at a time, so that their passes stay in its caches; elsewhere all at once."""
+    size = len(places) if logits.device.type != "cpu" else max(1, PART_NUMBERS // logits.shape[-1])
+    return [places[first : first + size] for first in range(0, len(places), size)] if places else []
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -74,59 +86,81 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Tokens int64 [N] for float32 `logits` [N, vocab] that may be overwritten."""
-    device = logits.device
     for i, row in enumerate(rows):
         if row.params.needs_history:
             _penalise(logits[i], row)
-    temperatures = torch.tensor([row.params.temperature or 1.0 for row in rows], device=device)
-    is_greedy = torch.tensor([row.params.is_greedy for row in rows], device=device)
     choice = greedy(logits)
-    if all(row.params.is_greedy for row in rows):
-        return choice
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.clamp(min=1e-6)[:, None]
-    limits = [row.params.top_k for row in rows if not row.params.is_greedy]
-    largest_k = 0 if 0 in limits else min(max(limits), logits.shape[-1])
-    if largest_k:
-        ordered, order = torch.topk(scaled, largest_k, dim=-1)
-        # topk gives equal entries in any order: make it the order of token ids, as the full sort does.
-        ordered, order = _stable(ordered, order)
-    else:
-        ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    position = inverse_cdf(ordered, rows)
-    drawn = order.gather(-1, position[:, None])[:, 0]
-    return torch.where(is_greedy, choice, drawn)
+    drawing = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if drawing:
+        where = torch.tensor(drawing, device=logits.device)
+        temperatures = torch.tensor([rows[i].params.temperature for i in drawing], device=logits.device)
+        scores = logits[where] if len(drawing) < len(rows) else logits
+        scaled = scores.sub_(scores.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+        choice[where] = _draw(scaled, [rows[i] for i in drawing])
+    return choice
 
 
-def _stable(ordered: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    by_token = order.argsort(dim=-1)
-    ordered, order = ordered.gather(-1, by_token), order.gather(-1, by_token)
-    by_score = ordered.argsort(dim=-1, descending=True, stable=True)
-    return ordered.gather(-1, by_score), order.gather(-1, by_score)
+def _draw(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Tokens int64 [N] drawn from `scaled` [N, vocab], the logits over their temperature, largest 0.
 
-
-def inverse_cdf(ordered: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Places int64 [N] drawn in `ordered` [N, M] (scaled logits, largest first), within what top-k and
-    top-p keep.
-
-    top-p keeps the smallest set of most likely tokens whose probability, among those top-k kept, reaches p.
-    Sums are in float64, so that they are the same whatever the batch.
+    Most draws fall among the first few hundred tokens: only those are put in order. A row whose draw may lie beyond
+    them, or at a tie with the last of them, is sorted in full; either way the token is the same.
     """
-    device = ordered.device
-    num_places = ordered.shape[-1]
+    if scaled.shape[-1] <= 2 * NUM_CANDIDATES:
+        return _draw_sorted(scaled, rows)
+    total = scaled.exp().sum(dim=-1, dtype=torch.float64)[:, None]
+    # topk gives equal entries in any order: make it the order of token ids, as the full sort does.
+    tokens = scaled.topk(NUM_CANDIDATES, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = scaled.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    draw = inverse_cdf(ordered, rows, total)
+    drawn = tokens.gather(-1, order).gather(-1, draw.places[:, None])[:, 0]
+    beyond_tie = ordered.gather(-1, draw.places[:, None])[:, 0] > ordered[:, -1]
+    unsure = torch.nonzero(~(draw.is_certain & beyond_tie))[:, 0]
+    if len(unsure):
+        drawn[unsure] = _draw_sorted(scaled[unsure], [rows[i] for i in unsure.tolist()])
+    return drawn
+
+
+def _draw_sorted(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The same by sorting every row in full."""
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    total = scaled.exp().sum(dim=-1, dtype=torch.float64)[:, None]
+    return order.gather(-1, inverse_cdf(ordered, rows, total).places[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`places` int64 [N] drawn; `is_certain` bool [N]: False if more candidates might give another place."""
+
+    places: torch.Tensor
+    is_certain: torch.Tensor
+
+
+def inverse_cdf(ordered: torch.Tensor, rows: Sequence[SamplingRow], total: torch.Tensor) -> Draw:
+    """Places drawn in `ordered` [N, M], the M largest scaled logits of a row, largest first.
+
+    `total` float64 [N, 1]: sum of exp over the whole row. top-p keeps the smallest set of most likely tokens whose
+    probability, among those that top-k keeps, reaches p. Sums are in float64, so that batching does not change them.
+    """
+    device, num_places = ordered.device, ordered.shape[-1]
     places = torch.arange(num_places, device=device)[None, :]
-    top_k = torch.tensor([row.params.top_k or num_places for row in rows], device=device)[:, None]
+    limits = torch.tensor([row.params.top_k for row in rows], device=device)[:, None]
     top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=device)[:, None]
     uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)[:, None]
-    weights = ordered.double().exp_().masked_fill_(places >= top_k, 0.0)
+    allowed = (limits == 0) | (places < limits)
+    weights = ordered.exp().double() * allowed
     cumulated = weights.cumsum(dim=-1)
-    total = cumulated[:, -1:]
-    before = cumulated - weights
-    keep = (before < top_p * total) & (places < top_k)
+    total = torch.where((limits > 0) & (limits <= num_places), cumulated[:, -1:], total)
+    keep = allowed & (cumulated - weights < top_p * total)
     keep[:, 0] = True
-    kept_total = (weights * keep).sum(dim=-1, keepdim=True)
+    is_whole = ~keep[:, -1:]  # the kept tokens end among the candidates
+    kept_total = torch.where(is_whole | (top_p < 1.0), (weights * keep).sum(dim=-1, keepdim=True), total)
     reached = (cumulated > uniform * kept_total) & keep & (weights > 0)
+    is_reached = reached.any(dim=-1)
     # The first place where the sum exceeds the draw; rounding may leave none: then the last place kept.
-    return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), keep.sum(dim=-1) - 1)
+    drawn = torch.where(is_reached, reached.int().argmax(dim=-1), keep.sum(dim=-1) - 1)
+    is_known = ((limits == 0) | (limits <= num_places)) & (is_whole | (top_p == 1.0))
+    return Draw(drawn, is_known[:, 0] & (is_reached | is_whole[:, 0]))
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
