@@ -80,6 +80,7 @@ class HFRunner:
         self._attention = attention
         self._memory = memory
         self._info = info
+        self._closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
         self._group_tokens = group_tokens_for(memory)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -114,29 +115,42 @@ class HFRunner:
             ConfigError: a setting that cannot be.
         """
         set_num_threads(num_threads)
-        size = MemorySize(num_blocks, kv_memory_bytes, block_tokens, page_tokens)
         if isinstance(model, PreTrainedModel):
             refuse_by_config(model.config)
             loaded = model
         else:
             loaded = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(loaded)
-        former = loaded.config._attn_implementation
+        size = MemorySize(num_blocks, kv_memory_bytes, block_tokens, page_tokens)
+        attention = PagedAttention(type(loaded).__name__, backend or GatherBackend())
+        return cls._serve(loaded, attention, size, resolve_dtype(kv_dtype), extra_eos_token_ids, self_test)
+
+    @classmethod
+    def _serve(
+        cls,
+        model: PreTrainedModel,
+        attention: PagedAttention,
+        size: MemorySize,
+        kv_dtype: torch.dtype | None,
+        extra_eos: Iterable[int],
+        self_test: bool,
+    ) -> HFRunner:
+        """Lead the model's attention here, or leave the model as it was if that fails."""
+        former = model.config._attn_implementation
         if former.startswith(NAME_PREFIX):
             raise ConfigError("this model is served by another runner already", "close that one first, or load twice")
-        name = f"{NAME_PREFIX}{id(loaded):x}"
-        attention = PagedAttention(type(loaded).__name__, backend or GatherBackend())
+        name = f"{NAME_PREFIX}{id(model):x}"
         register_attention(name, attention)
         try:
-            point_model_at(loaded, name)
-            survey(loaded, attention)
-            runner = cls._build(loaded, attention, size, resolve_dtype(kv_dtype), extra_eos_token_ids)
+            point_model_at(model, name)
+            survey(model, attention)
+            runner = cls._build(model, attention, size, kv_dtype, extra_eos)
             if self_test:
                 runner._check(former, name)
         except BaseException:
-            _restore(loaded, former, name)
+            _restore(model, former, name)
             raise
-        runner._closer = weakref.finalize(runner, _restore, loaded, former, name)
+        runner._closer = weakref.finalize(runner, _restore, model, former, name)
         runner._closer.atexit = False  # at the end of the process nobody calls the model any more
         return runner
 
@@ -189,8 +203,6 @@ class HFRunner:
                 check_against_own_forward(model, scratch, self.logits, own, traits)
             finally:
                 self._memory = self._attention.memory = memory
-
-    _closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -260,8 +272,7 @@ class HFRunner:
         return every[0, last_rows]
 
     def close(self) -> None:
-        """Give the model its former attention back; nothing can be computed any more. Twice does nothing more.
-        """
+        """Give the model its former attention back; nothing can be computed any more. Twice does nothing more."""
         if self._closer is not None:
             self._closer()
         self._attention.memory = None
