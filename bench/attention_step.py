@@ -2,7 +2,7 @@
 
     python bench/attention_step.py [--model DIR] [--dtype auto] [--context-tokens 512] [--output FILE]
 
-Both sides run in the same process, on the same weights, one after the other in turns; the median of the repeats
+Both sides run in the same process, on the same weights, alternately; the median of the repeats
 counts. Plain transformers runs its forward pass with its own cache (that of `generate`, without the overhead of
 generate's loop) and greedy choice; looseleaf runs `HFRunner.execute`. Without --model it takes the demo model.
 """
@@ -103,31 +103,36 @@ class Plain:
         self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(dim=-1)
 
 
-def seconds(call: Callable[[], None], repeats: int) -> list[float]:
-    call()
-    measured = []
-    for _ in range(repeats):
-        started = time.perf_counter()
+def in_turns(sides: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median seconds of each side, measured alternately after one run of each to warm up."""
+    for call in sides.values():
         call()
-        measured.append(time.perf_counter() - started)
-    return measured
+    measured: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(repeats):
+        for side, call in sides.items():
+            started = time.perf_counter()
+            call()
+            measured[side].append(time.perf_counter() - started)
+    return {side: statistics.median(times) for side, times in measured.items()}
 
 
 def measure(plain: Plain, paged: Paged, batch_sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     """One row per task; both sides in turns."""
-    rows = []
-    sides = {"plain": seconds(plain.prefill, repeats), "looseleaf": seconds(paged.prefill, repeats)}
-    rate = {side: round(len(paged.context) / statistics.median(times), 1) for side, times in sides.items()}
-    rows.append({"task": f"prefill {len(paged.context)} tokens", "unit": "tokens/s", **rate})
+    took = in_turns({"plain": plain.prefill, "looseleaf": paged.prefill}, repeats)
+    rate = {side: round(len(paged.context) / time, 1) for side, time in took.items()}
+    rows: list[dict[str, Any]] = [{"task": f"prefill {len(paged.context)} tokens", "unit": "tokens/s", **rate}]
     paged.spread()
     for size in batch_sizes:
         cache = plain.spread(size)
-        sides = {
-            "plain": seconds(lambda cache=cache, size=size: plain.decode(cache, size), repeats),
-            "looseleaf": seconds(lambda size=size: paged.decode(size), repeats),
-        }
-        took = {side: round(statistics.median(times) * 1e3, 2) for side, times in sides.items()}
-        rows.append({"task": f"decode, batch {size}", "unit": "ms/step", **took})
+        took = in_turns(
+            {
+                "plain": lambda cache=cache, size=size: plain.decode(cache, size),
+                "looseleaf": lambda size=size: paged.decode(size),
+            },
+            repeats,
+        )
+        milliseconds = {side: round(time * 1e3, 2) for side, time in took.items()}
+        rows.append({"task": f"decode, batch {size}", "unit": "ms/step", **milliseconds})
     return rows
 
 
