@@ -4,7 +4,8 @@
     ├── ConfigError(ValueError)      unknown or invalid setting
     ├── RequestError(ValueError)     InvalidTokens · DuplicateRequest
     ├── CapacityError                OutOfBlocks · PinQuotaExceeded · PromptTooLong
-    ├── LifecycleError(RuntimeError) LeaseClosed · CommitBeyondReserved · UnknownRequest · UnknownPin
+    ├── LifecycleError(RuntimeError) LeaseClosed · CommitBeyondReserved · TruncateBelowCommitted ·
+    │                                UnknownRequest · UnknownPin
     ├── TierError                    TierUnavailable · PageCorrupt · LayoutMismatch
     ├── ModelError                   UnsupportedModel
     └── IntegrityError               I1…
@@ -149,6 +150,20 @@ class CommitBeyondReserved(LifecycleError):
             f"cannot commit {asked_tokens} tokens: {num_tokens} known, {num_reserved_tokens} reserved, "
             f"{num_committed_tokens} committed before",
             "append the tokens and reserve room for them first; a commit only grows",
+        )
+
+
+class TruncateBelowCommitted(LifecycleError):
+    """Asked to drop tokens that are written; only known but uncommitted ones can go."""
+
+    code = "truncate_below_committed"
+
+    def __init__(self, asked_tokens: int, num_committed_tokens: int) -> None:
+        self.asked_tokens = asked_tokens
+        self.num_committed_tokens = num_committed_tokens
+        super().__init__(
+            f"cannot truncate to {asked_tokens} tokens: {num_committed_tokens} are committed",
+            "commit drafts only once they are accepted",
         )
 
 

@@ -25,6 +25,8 @@ from looseleaf import CacheConfig, CacheManager, ConfigError, LayerGroup, Loosel
         ({"pin_quota": -0.1}, "share from 0 to 1"),
         ({"reserve_pages": 9}, "above num_pages 8"),
         ({"groups": ()}, "groups is empty"),
+        ({"groups": 5}, "must be a tuple of LayerGroup"),
+        ({"policy": None}, "no setting 'None'"),
         (
             {"groups": (LayerGroup("full"), LayerGroup("window", window_tokens=512))},
             "only one full group is served so far",

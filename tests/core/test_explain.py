@@ -40,6 +40,14 @@ def test_reasons(make: MakeCache, clock: ManualClock) -> None:
     assert (found.reason, found.num_cached_tokens, found.first_missed_token) == ("never_seen", 12, 12)
 
 
+def test_another_namespace_outweighs_a_common_first_token(make: MakeCache) -> None:
+    """A prompt that is stored elsewhere is told so, also where all prompts begin with the same token."""
+    cache = make(16)
+    run(cache, [1, *tokens(5, 8)], namespace="a")
+    run(cache, [1, *tokens(8, 8)], namespace="b")
+    assert why(cache, [1, *tokens(5, 8)], namespace="b").reason == "other_namespace"
+
+
 def test_evicted_and_cleared_are_remembered(make: MakeCache, clock: ManualClock) -> None:
     """A miss on what was there once says when it went, and why."""
     cache = make(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,9 @@ from looseleaf import (
     DuplicateRequest,
     InvalidTokens,
     LeaseClosed,
-    LifecycleError,
     OutOfBlocks,
     RequestError,
+    TruncateBelowCommitted,
 )
 from tests.core.conftest import MakeCache, run, start, tokens
 
@@ -244,7 +246,7 @@ def test_draft_tokens_are_never_stored(make: MakeCache) -> None:
         lease.append([9, 8])
         lease.reserve(8)
         lease.commit(8)
-        with pytest.raises(LifecycleError):
+        with pytest.raises(TruncateBelowCommitted, match="cannot truncate to 7 tokens: 8 are committed"):
             lease.truncate(7)
     assert cache.match([1, 2, 3, 4, 5, 6, 7, 8, 0]).num_tokens == 4
     assert cache.match([1, 2, 3, 4, 5, 6, 9, 8, 0]).num_tokens == 8
@@ -276,6 +278,8 @@ def test_block_table_is_read_only(make: MakeCache) -> None:
         assert table.dtype == np.int32
         with pytest.raises(ValueError, match="read-only"):
             table[0] = 7
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            table.flags.writeable = True
         lease.reserve(20)
         assert len(table) == 2
 
@@ -292,6 +296,10 @@ def test_block_table_is_read_only(make: MakeCache) -> None:
         np.array([1.0]),
         np.array([2**31], dtype=np.int64),
         [None],
+        5,
+        np.array(5),
+        b"",
+        iter([1]),
     ],
     ids=str,
 )
@@ -323,6 +331,75 @@ def test_live_ids_are_unique(make: MakeCache) -> None:
             cache.lease([1], "other").fork("same")
     with cache.lease([1], "same"):
         pass
+
+
+def test_made_ids_never_meet_the_caller_s(make: MakeCache) -> None:
+    """An id that is made up is neither live nor remembered."""
+    cache = make(8)
+    with cache.lease([1, 2, 3], "lease-1") as named, cache.lease([1, 2, 3]) as other:
+        named.reserve(4)
+        assert other.request_id != "lease-1"
+    cache.lease([1], "lease-3").release()
+    with cache.lease([1]) as other:
+        assert other.request_id not in ("lease-1", "lease-3")
+
+
+def test_another_manager_s_lease_is_refused(make: MakeCache) -> None:
+    """A decode step takes its own manager's leases only."""
+    ours, theirs = make(8), make(8)
+    with ours.lease([1]) as lease, theirs.lease([2]) as foreign:
+        for call in (lambda: ours.append_many([foreign], [5]), lambda: ours.commit_many([foreign])):
+            with pytest.raises(RequestError, match="another manager"):
+                call()
+        assert (lease.num_tokens, foreign.num_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize("count", [2.5, "3", None, -1])
+def test_numbers_of_tokens_are_integers(make: MakeCache, count: object) -> None:
+    """What is no number of tokens is refused before anything happens."""
+    cache = make(8)
+    with cache.lease([1]) as lease:
+        for call in (lease.reserve, lease.try_reserve, lease.commit, lease.truncate):
+            with pytest.raises(RequestError, match="number of tokens"):
+                call(count)  # type: ignore[arg-type]
+
+
+def test_figures_can_be_read_while_others_lease(make: MakeCache) -> None:
+    """A lease's own figures stay right while other threads make leases and the table of rows grows."""
+    cache = make(8)
+    with cache.lease([1] * 5, "watched") as lease:
+        stop = threading.Event()
+        wrong: list[int] = []
+
+        def watch() -> None:
+            while not stop.is_set():
+                if lease.num_tokens != 5 or len(lease.token_ids) != 5:
+                    wrong.append(1)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        others = [cache.lease([2]) for _ in range(2000)]
+        stop.set()
+        thread.join()
+        for other in others:
+            other.release()
+        assert not wrong
+
+
+def test_long_growth_and_long_drafts(make: MakeCache) -> None:
+    """A sequence that grows far beyond one run, with drafts dropped on the way, reads back and is matched whole."""
+    cache = make(256)
+    known = [7]
+    with cache.lease(known, "long") as lease:
+        for step in range(200):
+            draft = [step, step + 1, step + 2, step + 3, step + 4]
+            lease.append(draft)
+            lease.reserve(lease.num_tokens)
+            lease.truncate(len(known) + 1 + step % 5)
+            known += draft[: 1 + step % 5]
+            lease.commit(lease.num_tokens)
+            assert lease.token_ids.tolist() == known
+    assert cache.match([*known, 0]).num_tokens == len(known) // 4 * 4
 
 
 def test_many_leases(make: MakeCache) -> None:

@@ -207,6 +207,85 @@ def test_refresh_on_use(make: MakeCache, clock: ManualClock) -> None:
     assert cache.pins() == []
 
 
+def test_refresh_by_exactly_the_pinned_prompt(make: MakeCache, clock: ManualClock) -> None:
+    """The prompt that is pinned refreshes its pin, though its last block can't hit; an expired one stays expired."""
+    cache = make(16, pin_quota=1.0)
+    run(cache, tokens(1, 16), "doc")
+    cache.pin(request_id="doc", ttl_seconds=10, refresh=True)
+    clock.advance(8)
+    run(cache, tokens(1, 16))
+    assert cache.pins()[0].expires_at == 18
+    clock.advance(10)
+    run(cache, tokens(1, 16))
+    assert cache.pins() == []
+    assert cache.stats().num_expired_pins == 1
+
+
+def test_hard_pin_takes_back_quota_from_soft_ones(make: MakeCache) -> None:
+    """Quota that a hard pin gives up goes to a hard pin that lacks some before it goes to soft ones."""
+    cache = make(20, pin_quota=0.2)
+    for number, name in enumerate(("soft", "first", "second")):
+        run(cache, tokens(number, 16), name)
+    cache.pin(request_id="soft", level="soft")
+    first = cache.pin(request_id="first")
+    second = cache.pin(request_id="second", partial=True)
+    assert (second.num_pinned_tokens, second.is_limited) == (0, True)
+    cache.unpin(first.id)
+    held = {pin.request_id: pin.num_pinned_tokens for pin in cache.pins()}
+    assert held == {"soft": 0, "second": 16}
+
+
+def test_displaced_pins_keep_what_costs_nothing(make: MakeCache) -> None:
+    """Of two soft pins on one prefix neither loses what the other still holds."""
+    cache = make(20, pin_quota=0.2)
+    run(cache, tokens(1, 16), "shared")
+    run(cache, tokens(2, 8), "hard")
+    for _ in range(2):
+        cache.pin(request_id="shared", level="soft")
+    cache.pin(request_id="hard")
+    assert [pin.num_pinned_tokens for pin in cache.pins()] == [8, 8, 8]
+
+
+def test_a_pin_is_limited_only_while_something_is_there_to_hold(make: MakeCache) -> None:
+    """`is_limited` speaks of stored tokens, not of tokens that are gone or to come."""
+    cache = make(8, pin_quota=0.0)
+    run(cache, tokens(1, 16), "soft")
+    assert cache.pin(request_id="soft", level="soft").is_limited
+    cache.clear()
+    assert not cache.pins()[0].is_limited
+
+
+def test_waiting_pins_cost_nobody_else(make: MakeCache) -> None:
+    """Storing a prompt looks only at pins that wait for it, however many wait for others."""
+    cache = make(64, pin_quota=1.0)
+    for number in range(1000):
+        cache.pin(tokens=tokens(number, 8))
+    looked_at: list[str] = []
+    book = cache._store.pins
+    advance = book.advance
+    book.advance = lambda record: (looked_at.append(record.id), advance(record))[1]  # type: ignore[method-assign]
+    run(cache, tokens(7, 8))
+    run(cache, tokens(5000, 8))
+    assert looked_at == ["pin-8"]
+
+
+def test_cancelled_pins_leave_nothing(make: MakeCache) -> None:
+    """Thousands of pins made and undone leave no expiries behind."""
+    cache = make(8)
+    for number in range(2000):
+        cache.unpin(cache.pin(tokens=tokens(number, 8), ttl_seconds=86_400).id)
+    assert len(cache._store.pins._expiries) < 200
+
+
+def test_watermark_spares_soft_pins(make: MakeCache) -> None:
+    """Softly pinned blocks go when they are needed, not to keep pages ready."""
+    cache = make(16, pin_quota=1.0, reserve_pages=8)
+    run(cache, tokens(1, 64), "soft")
+    cache.pin(request_id="soft", level="soft")
+    cache.maintain()
+    assert cache.stats().cached_blocks == 16
+
+
 @pytest.mark.parametrize("release_first", [True, False])
 def test_freed_once_in_either_order(make: MakeCache, release_first: bool) -> None:
     """[P58, P59, P62] Held and pinned, undone in either order: evictable exactly once, at the second."""
@@ -269,6 +348,8 @@ def test_finished_requests_are_known_for_a_while(make: MakeCache) -> None:
         {"tokens": [1], "level": "firm"},
         {"tokens": [1], "cache_type": "window"},
         {"tokens": [1], "ttl_seconds": 0},
+        {"tokens": [1], "ttl_seconds": "5"},
+        {"tokens": [1], "level": "soft", "priority": None},
         {"tokens": [1], "ttl_seconds": float("nan")},
     ],
     ids=str,

@@ -85,6 +85,19 @@ def test_instant_needs_content_and_its_own_blocks() -> None:
         replay_instant(conversations(5), 10, block_tokens=32)
 
 
+def test_blocks_of_another_size_are_noticed() -> None:
+    """A trace whose blocks can't have the size that it was loaded with is refused, not misread."""
+    trace = Trace("wrong", 16, (TraceRequest(0, 7500, 1, tuple(range(15))),))
+    with pytest.raises(ConfigError, match="7500 tokens in 15 blocks, which are not blocks of 16"):
+        replay_instant(trace, 10)
+
+
+def test_waste_of_partial_blocks() -> None:
+    """Instant replay counts what partial last blocks leave empty."""
+    trace = Trace("partial", 16, (TraceRequest(0, 24, 1, (0, 1)),))
+    assert replay_instant(trace, 10).waste == pytest.approx(0.25)
+
+
 def chat_lengths(num_requests: int = 150) -> Trace:
     rng = random.Random(2)
     requests = tuple(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.settings import strict_settings, unknown_setting
 from looseleaf.errors import ConfigError
@@ -29,7 +31,7 @@ class LayerGroup:
             ConfigError: unknown kind, or a window without a positive size.
         """
         if self.kind not in ("full", "window"):
-            raise unknown_setting(self.kind, ("full", "window"), "LayerGroup")
+            raise unknown_setting(str(self.kind), ("full", "window"), "LayerGroup")
         if self.kind == "window" and (self.window_tokens is None or self.window_tokens < 1):
             raise ConfigError(f"a window group needs window_tokens >= 1, not {self.window_tokens!r}")
         if self.kind == "full" and self.window_tokens is not None:
@@ -83,7 +85,7 @@ class CacheConfig:
                 "use smaller pages or larger blocks",
             )
         if self.policy not in POLICIES:
-            raise unknown_setting(self.policy, POLICIES, "policy")
+            raise unknown_setting(str(self.policy), POLICIES, "policy")
         if not (isinstance(self.pin_quota, (int, float)) and 0.0 <= self.pin_quota <= 1.0):
             raise ConfigError(f"pin_quota is {self.pin_quota!r}; it must be a share from 0 to 1")
         if self.reserve_pages > self.num_pages:
@@ -91,6 +93,8 @@ class CacheConfig:
         self._check_groups()
 
     def _check_groups(self) -> None:
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, LayerGroup) for group in self.groups):
+            raise ConfigError(f"groups is {self.groups!r}; it must be a tuple of LayerGroup")
         if not self.groups:
             raise ConfigError("groups is empty", 'leave it out for one full group, LayerGroup("full")')
         if tuple(group.kind for group in self.groups) != ("full",):
@@ -102,7 +106,7 @@ class CacheConfig:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
 
 

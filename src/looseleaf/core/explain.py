@@ -101,11 +101,11 @@ def explain_lookup(
         cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"
         age_seconds = now_seconds - lost.at_seconds
         return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
+    if num_cached_blocks == 0 and tree.first_blocks.get(block):
+        return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
     if num_cached_blocks == 0 and num_beyond:
         why = f"{num_beyond} tokens are shared with a stored prompt, less than one block of {block_tokens}"
         return answer("below_one_block", why, num_beyond)
     if num_cached_blocks and node.children:
         return answer("diverged", f"the prompt differs from what is stored at token {shared}", shared)
-    if num_cached_blocks == 0 and tree.first_blocks.get(block):
-        return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
     return answer("never_seen", f"nothing behind token {num_cached} was computed before", num_cached)

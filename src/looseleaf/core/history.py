@@ -9,7 +9,7 @@ from looseleaf.core.explain import Explanation
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.ids import Namespace, RequestId
 
-MIN_REMEMBERED_TOKENS = 8 * 2**20
+MIN_REMEMBERED_TOKENS = 32 * 2**20
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Lease:
     """
 
     __slots__ = (
-        "_desk", "copies", "explanation", "head", "is_open", "namespace", "node", "num_blocks", "num_cached_tokens",
+        "copies", "desk", "explanation", "head", "is_open", "namespace", "node", "num_blocks", "num_cached_tokens",
         "own_node", "request_id", "row", "stores", "table", "view",
     )  # fmt: skip
 
@@ -38,12 +38,12 @@ class Lease:
         row: int,
         request_id: RequestId,
         node: Node,
-        head: bytes,
+        head: bytearray,
         table: Int32Array,
         stores: bool,
         explanation: Explanation,
     ) -> None:
-        self._desk = desk
+        self.desk = desk
         self.own_node = False
         self.row = row
         self.request_id = request_id
@@ -64,17 +64,17 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and appended."""
-        return self._desk.num_tokens(self)
+        return self.desk.num_tokens(self)
 
     @property
     def num_reserved_tokens(self) -> int:
         """Tokens that have room."""
-        return self._desk.num_reserved(self)
+        return self.desk.num_reserved(self)
 
     @property
     def num_committed_tokens(self) -> int:
         """Tokens whose K and V are written, those found in the cache included."""
-        return self._desk.num_committed(self)
+        return self.desk.num_committed(self)
 
     @property
     def block_table(self) -> Int32Array:
@@ -84,7 +84,7 @@ class Lease:
         Raises:
             LeaseClosed: the lease is released.
         """
-        return self._desk.block_table(self)
+        return self.desk.block_table(self)
 
     @property
     def block_tables(self) -> Mapping[str, Int32Array]:
@@ -107,7 +107,7 @@ class Lease:
         Raises:
             LeaseClosed: the lease is released.
         """
-        return self._desk.token_ids(self)
+        return self.desk.token_ids(self)
 
     # --- changing it ----------------------------------------------------------------------------------------------
 
@@ -118,11 +118,11 @@ class Lease:
             OutOfBlocks: it can't be had; the lease is unchanged and nothing was evicted.
             LeaseClosed: the lease is released.
         """
-        self._desk.reserve(self, num_tokens)
+        self.desk.reserve(self, num_tokens)
 
     def try_reserve(self, num_tokens: int) -> bool:
         """As `reserve`, but False instead of `OutOfBlocks`."""
-        return self._desk.try_reserve(self, num_tokens)
+        return self.desk.try_reserve(self, num_tokens)
 
     def append(self, tokens: Tokens) -> None:
         """Add tokens to what is known; they need room and a commit of their own.
@@ -131,7 +131,7 @@ class Lease:
             InvalidTokens: not non-negative integers below 2**31; nothing is added then.
             LeaseClosed: the lease is released.
         """
-        self._desk.append(self, tokens)
+        self.desk.append(self, tokens)
 
     def commit(self, num_tokens: int) -> None:
         """Declare the first `num_tokens` tokens written; full blocks become shareable. Less than before: nothing
@@ -141,16 +141,16 @@ class Lease:
             CommitBeyondReserved: above what is known or reserved; nothing changes.
             LeaseClosed: the lease is released.
         """
-        self._desk.commit(self, num_tokens)
+        self.desk.commit(self, num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Drop known but uncommitted tokens beyond `num_tokens`, and the room beyond it (rejected drafts).
 
         Raises:
-            CommitBeyondReserved: below what is committed; nothing changes.
+            TruncateBelowCommitted: below what is committed; nothing changes.
             LeaseClosed: the lease is released.
         """
-        self._desk.truncate(self, num_tokens)
+        self.desk.truncate(self, num_tokens)
 
     def fork(self, request_id: RequestId | None = None) -> Lease:
         """A second lease that knows the same tokens and shares the committed full blocks.
@@ -163,7 +163,7 @@ class Lease:
             DuplicateRequest: a live lease has this id.
             LeaseClosed: the lease is released.
         """
-        return self._desk.fork(self, request_id)
+        return self.desk.fork(self, request_id)
 
     def release(self) -> None:
         """End of use: stored blocks become evictable once nobody holds them, the others are free at once.
@@ -171,7 +171,7 @@ class Lease:
         Raises:
             LeaseClosed: it was released before.
         """
-        self._desk.release(self)
+        self.desk.release(self)
 
     def __enter__(self) -> Lease:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,14 @@ from looseleaf.core.lease_table import LeaseTable
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
 from looseleaf.core.tree import EMPTY_BLOCKS, Node
-from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, RequestError
+from looseleaf.errors import (
+    CommitBeyondReserved,
+    DuplicateRequest,
+    InvalidTokens,
+    LeaseClosed,
+    RequestError,
+    TruncateBelowCommitted,
+)
 from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
 
 
@@ -41,6 +49,7 @@ class LeaseDesk:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
         with self._lock:
+            self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
             node, blocks, explanation = self._look_up(data, num_tokens, namespace, reuse)
@@ -70,6 +79,8 @@ class LeaseDesk:
             return root, EMPTY_BLOCKS, skipped(num_tokens)
         match = store.tree.find(root, data, (num_tokens - 1) // self._block_tokens)
         node, blocks = store.hold(match)
+        if store.pins.has_expiries:
+            store.pins.refresh(root, data, self._clock())
         explanation = explain_lookup(store.tree, store.forgotten, node, data, len(blocks), self._clock())
         return node, blocks, explanation
 
@@ -84,7 +95,9 @@ class LeaseDesk:
                 raise self._store.out_of_blocks(1)
             shared = parent.table[:num_full].copy()
             num_tokens = int(self.rows.num_tokens[parent.row])
-            explanation = forked(num_tokens, num_full * self._block_tokens, parent.request_id)
+            explanation = parent.explanation
+            if explanation.reason != "skipped":
+                explanation = forked(num_tokens, num_full * self._block_tokens, parent.request_id)
             data = self._known_tokens(parent)
             self._store.share(parent.node, shared)
             child = self._make(request_id, parent.node, data, num_tokens, shared, parent.stores, explanation)
@@ -98,9 +111,11 @@ class LeaseDesk:
             return child
 
     def _claim(self, request_id: RequestId | None) -> RequestId:
-        if request_id is None:
+        while request_id is None:
             self._num_opened += 1
-            return f"lease-{self._num_opened}"
+            name = f"lease-{self._num_opened}"
+            if name not in self.live and self._history.get(name) is None:
+                request_id = name
         if request_id in self.live:
             raise DuplicateRequest(request_id)
         return request_id
@@ -117,7 +132,7 @@ class LeaseDesk:
     ) -> Lease:
         row = self.rows.open()
         num_head = num_tokens // self._block_tokens * self._block_bytes
-        lease = Lease(self, row, request_id, node, data[:num_head], blocks, stores, explanation)
+        lease = Lease(self, row, request_id, node, bytearray(data[:num_head]), blocks, stores, explanation)
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
@@ -130,8 +145,7 @@ class LeaseDesk:
         with self._lock:
             self._check_open(lease, "release")
             num_committed = int(self.rows.num_committed[lease.row])
-            data = lease.head[: num_committed // self._block_tokens * self._block_bytes]
-            finished = FinishedRequest(lease.namespace, num_committed, data, lease.explanation)
+            finished = FinishedRequest(lease.namespace, num_committed, self.committed_blocks(lease), lease.explanation)
             self._history.add(lease.request_id, finished)
             self._store.let_go(lease.node, lease.table[: lease.num_blocks])
             lease.is_open = False
@@ -148,12 +162,14 @@ class LeaseDesk:
 
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.reserve`."""
+        num_tokens = _count(num_tokens, "reserve")
         with self._lock:
             if not self.try_reserve(lease, num_tokens):
                 raise self._store.out_of_blocks(self._blocks_for(num_tokens) - lease.num_blocks)
 
     def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `Lease.try_reserve`."""
+        num_tokens = _count(num_tokens, "try_reserve")
         with self._lock:
             self._check_open(lease, "reserve")
             if num_tokens <= self.rows.num_reserved[lease.row]:
@@ -172,10 +188,14 @@ class LeaseDesk:
         data = pack_tokens(tokens)
         with self._lock:
             self._check_open(lease, "append")
-            self._set_tokens(lease, self._known_tokens(lease) + data)
+            data = self._tail(lease) + data
+            num_head = len(data) // self._block_bytes * self._block_bytes
+            lease.head += data[:num_head]
+            self._set_tail(lease, data[num_head:])
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.commit`."""
+        num_tokens = _count(num_tokens, "commit")
         with self._lock:
             self._check_open(lease, "commit")
             rows, row = self.rows, lease.row
@@ -189,15 +209,17 @@ class LeaseDesk:
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.truncate`."""
+        num_tokens = _count(num_tokens, "truncate")
         with self._lock:
             self._check_open(lease, "truncate")
             rows, row = self.rows, lease.row
             if num_tokens < rows.num_committed[row]:
-                raise CommitBeyondReserved(
-                    num_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
-                )
+                raise TruncateBelowCommitted(num_tokens, int(rows.num_committed[row]))
             if num_tokens < rows.num_tokens[row]:
-                self._set_tokens(lease, self._known_tokens(lease)[: num_tokens * TOKEN_BYTES])
+                num_head = num_tokens // self._block_tokens * self._block_bytes
+                data = bytes(lease.head[num_head:]) + self._tail(lease)
+                del lease.head[num_head:]
+                self._set_tail(lease, data[: num_tokens % self._block_tokens * TOKEN_BYTES])
             if num_tokens < rows.num_reserved[row]:
                 keep = self._blocks_for(num_tokens)
                 self._store.ledger.drop(lease.table[keep : lease.num_blocks].copy())
@@ -208,10 +230,13 @@ class LeaseDesk:
 
     def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
         """See `CacheManager.append_many`."""
-        tokens = np.asarray(token_ids)
-        if len(leases) != len(tokens):
+        try:
+            tokens = np.asarray(token_ids)
+        except ValueError as error:
+            raise InvalidTokens(f"tokens are no array of integers ({error})") from None
+        if tokens.shape != (len(leases),):
             raise RequestError(
-                f"{len(leases)} leases but {len(tokens)} tokens", "append_many takes one token per lease"
+                f"{len(leases)} leases but tokens of shape {tokens.shape}", "append_many takes one token each"
             )
         if len(leases) == 0:
             return np.empty(0, dtype=np.int64)
@@ -270,6 +295,8 @@ class LeaseDesk:
         for lease in leases:
             if not lease.is_open:
                 raise LeaseClosed(lease.request_id, call)
+            if lease.desk is not self:
+                raise RequestError(f"{call} names a lease of another manager: request {lease.request_id!r}")
         rows = np.fromiter((lease.row for lease in leases), dtype=np.int64, count=len(leases))
         if self.rows.has_duplicates(rows):
             raise RequestError(f"{call} names a lease twice", "each lease takes one token per call")
@@ -279,34 +306,34 @@ class LeaseDesk:
 
     def num_tokens(self, lease: Lease) -> int:
         """Tokens known; LeaseClosed after release."""
-        return self._figure(lease, self.rows.num_tokens, "num_tokens")
+        return self._figure(lease, "num_tokens")
 
     def num_reserved(self, lease: Lease) -> int:
         """Tokens that have room; LeaseClosed after release."""
-        return self._figure(lease, self.rows.num_reserved, "num_reserved_tokens")
+        return self._figure(lease, "num_reserved")
 
     def num_committed(self, lease: Lease) -> int:
         """Tokens written; LeaseClosed after release."""
-        return self._figure(lease, self.rows.num_committed, "num_committed_tokens")
+        return self._figure(lease, "num_committed")
 
     def block_table(self, lease: Lease) -> Int32Array:
         """See `Lease.block_table`."""
         self._check_open(lease, "block_table")
         if lease.view is None:
-            lease.view = lease.table[: lease.num_blocks]
-            lease.view.flags.writeable = False
+            lease.view = _read_only(lease.table[: lease.num_blocks])
         return lease.view
 
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""
-        self._check_open(lease, "token_ids")
-        tokens: Int32Array = unpack_tokens(self._known_tokens(lease)).copy()
-        return tokens
+        with self._lock:
+            self._check_open(lease, "token_ids")
+            tokens: Int32Array = unpack_tokens(self._known_tokens(lease)).copy()
+            return tokens
 
     def committed_blocks(self, lease: Lease) -> bytes:
         """Packed tokens of the committed whole blocks."""
         num_committed = int(self.rows.num_committed[lease.row])
-        return lease.head[: num_committed // self._block_tokens * self._block_bytes]
+        return bytes(lease.head[: num_committed // self._block_tokens * self._block_bytes])
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -315,24 +342,26 @@ class LeaseDesk:
         first, last = before_tokens // self._block_tokens, after_tokens // self._block_tokens
         if last == first or not lease.stores:
             return
-        data = lease.head[first * self._block_bytes : last * self._block_bytes]
+        data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
         blocks = lease.table[first:last]
         before = blocks.copy()
         lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, blocks)
         if not np.array_equal(before, blocks):
             self._sync(lease)
 
-    def _set_tokens(self, lease: Lease, data: bytes) -> None:
-        num_head = len(data) // self._block_bytes * self._block_bytes
-        lease.head = data[:num_head]
-        rest = unpack_tokens(data[num_head:])
+    def _set_tail(self, lease: Lease, data: bytes) -> None:
+        """What is known behind `lease.head`, less than a block; brings the row in line with both."""
+        rest = unpack_tokens(data)
         self.rows.tail[lease.row, : len(rest)] = rest
-        self.rows.num_tokens[lease.row] = len(data) // TOKEN_BYTES
+        self.rows.num_tokens[lease.row] = len(lease.head) // TOKEN_BYTES + len(rest)
         self._sync(lease)
 
-    def _known_tokens(self, lease: Lease) -> bytes:
+    def _tail(self, lease: Lease) -> bytes:
         num_tail = int(self.rows.num_tokens[lease.row]) & (self._block_tokens - 1)
-        return lease.head + self.rows.tail[lease.row, :num_tail].tobytes()
+        return self.rows.tail[lease.row, :num_tail].tobytes()
+
+    def _known_tokens(self, lease: Lease) -> bytes:
+        return bytes(lease.head) + self._tail(lease)
 
     def _sync(self, lease: Lease, num_reserved: int | None = None) -> None:
         """Bring the row's derived figures in line with the lease's table and tokens."""
@@ -346,11 +375,30 @@ class LeaseDesk:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
 
-    def _figure(self, lease: Lease, column: Int64Array, name: str) -> int:
-        self._check_open(lease, name)
-        return int(column[lease.row])
+    def _figure(self, lease: Lease, column: str) -> int:
+        with self._lock:  # the columns are exchanged when the table grows
+            self._check_open(lease, column)
+            return int(getattr(self.rows, column)[lease.row])
 
     @staticmethod
     def _check_open(lease: Lease, call: str) -> None:
         if not lease.is_open:
             raise LeaseClosed(lease.request_id, call)
+
+
+def _count(num_tokens: int, call: str) -> int:
+    """`num_tokens` as an int; RequestError if it is none or negative."""
+    try:
+        count = operator.index(num_tokens)
+    except TypeError:
+        raise RequestError(f"{call}({num_tokens!r}): a number of tokens is an integer") from None
+    if count < 0:
+        raise RequestError(f"{call}({count}): a number of tokens is not negative")
+    return count
+
+
+def _read_only(blocks: Int32Array) -> Int32Array:
+    """A view that can't be made writable again, as one with its flag cleared could."""
+    if len(blocks) == 0:
+        return EMPTY_BLOCKS
+    return np.frombuffer(blocks.data.toreadonly(), dtype=np.int32)

@@ -156,7 +156,7 @@ class CacheManager:
             UnknownRequest: no live or remembered request has this id.
             InvalidTokens, RequestError: bad tokens or a bad argument.
         """
-        self._check_pin_arguments(tokens, request_id, cache_type, level, ttl_seconds)
+        self._check_pin_arguments(tokens, request_id, cache_type, level, priority, ttl_seconds)
         data = None if tokens is None else pack_tokens(tokens)
         with self._lock:
             self._store.expire_pins()
@@ -185,7 +185,7 @@ class CacheManager:
             )
             self._store.pins.add(record, partial=partial)
             self._num_made_pins += 1
-            return record.snapshot(self.plan.block_tokens)
+            return self._store.pins.snapshot(record)
 
     def unpin(self, pin_id: str | None = None, *, request_id: RequestId | None = None, cache_type: str = "kv") -> Pin:
         """Undo a pin by its id, or the latest pin made with this `request_id` and `cache_type`. Its last snapshot.
@@ -199,7 +199,7 @@ class CacheManager:
         with self._lock:
             self._store.expire_pins()
             record = self._find_pin(pin_id, request_id, cache_type)
-            snapshot = record.snapshot(self.plan.block_tokens)
+            snapshot = self._store.pins.snapshot(record)
             self._store.pins.remove(record)
             return snapshot
 
@@ -207,7 +207,7 @@ class CacheManager:
         """Snapshots of all live pins, oldest first."""
         with self._lock:
             self._store.expire_pins()
-            return [record.snapshot(self.plan.block_tokens) for record in self._store.pins.records.values()]
+            return [self._store.pins.snapshot(record) for record in self._store.pins.records.values()]
 
     def _check_pin_arguments(
         self,
@@ -215,6 +215,7 @@ class CacheManager:
         request_id: RequestId | None,
         cache_type: str,
         level: str,
+        priority: int,
         ttl_seconds: float | None,
     ) -> None:
         if (tokens is None) == (request_id is None):
@@ -224,7 +225,10 @@ class CacheManager:
         groups = [group.name for group in self.config.groups]
         if cache_type != "kv" and cache_type not in groups:
             raise RequestError(f'cache_type is {cache_type!r}; it must be "kv" or a layer group: {", ".join(groups)}')
-        if ttl_seconds is not None and not (math.isfinite(ttl_seconds) and ttl_seconds > 0):
+        if not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}; it must be an integer")
+        is_positive = isinstance(ttl_seconds, (int, float)) and math.isfinite(ttl_seconds) and ttl_seconds > 0
+        if ttl_seconds is not None and not is_positive:
             raise RequestError(f"ttl_seconds is {ttl_seconds!r}; it must be positive", "leave it out for no expiry")
 
     def _committed_by(self, request_id: RequestId) -> tuple[Namespace, bytes, int]:
@@ -262,7 +266,7 @@ class CacheManager:
             reserve = self.plan.reserve_blocks
             pool = self._store.pool
             while pool.num_free_pages < self.config.reserve_pages and pool.num_free_blocks < 2 * reserve:
-                if not self._store.evict(self.plan.blocks_per_page):
+                if not self._store.evict(self.plan.blocks_per_page, spare_soft=True):
                     return
 
     def stats(self) -> CacheStats:

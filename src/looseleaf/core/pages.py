@@ -82,7 +82,7 @@ class PagePool:
             return
         pages = blocks // self.blocks_per_page
         bits = np.left_shift(np.uint64(1), (blocks % self.blocks_per_page).astype(np.uint64))
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(pages)) + 1))
+        starts = np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
         # A sum, not an OR: a block named twice in a run carries over and is caught by the check.
         runs = list(zip(pages[starts].tolist(), np.add.reduceat(bits, starts).tolist(), strict=True))
         counts = np.diff(np.append(starts, len(blocks))).tolist()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from looseleaf.core.blocks import BlockLedger
+from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import PinQuotaExceeded
@@ -42,7 +43,8 @@ class Pin:
 
 @dataclass(eq=False)
 class PinRecord:
-    """A live pin. `data` is what it asks for, packed and cut to whole blocks; it holds the path down to `node`."""
+    """A live pin. `data` is what it asks for, packed and cut to whole blocks; it holds the path down to `node`, and
+    `awaited` is the first block that it lacks (empty if none)."""
 
     id: str
     data: bytes
@@ -58,25 +60,7 @@ class PinRecord:
     ttl_seconds: float | None
     refresh: bool
     expires_at: float | None = None
-    is_limited: bool = False
-
-    def snapshot(self, block_tokens: int) -> Pin:
-        """What callers see."""
-        return Pin(
-            id=self.id,
-            owner=self.owner,
-            level=self.level,
-            priority=self.priority,
-            namespace=self.node.namespace,
-            cache_type=self.cache_type,
-            request_id=self.request_id,
-            num_tokens=self.num_tokens,
-            num_pinned_tokens=self.node.end * block_tokens,
-            created_at=self.created_at,
-            expires_at=self.expires_at,
-            refresh=self.refresh,
-            is_limited=self.is_limited,
-        )
+    awaited: bytes = b""
 
 
 class PinBook:
@@ -98,7 +82,9 @@ class PinBook:
         self._tree = tree
         self._ledger = ledger
         self._victims = victims
-        self._anchored: dict[int, list[PinRecord]] = {}
+        # By node and by the first block that a pin waits for there (b"" if it has all), so that storing a run looks
+        # only at the pins that wait for it.
+        self._anchored: dict[int, dict[bytes, dict[str, PinRecord]]] = {}
         self._expiries: list[tuple[float, str]] = []
         self._limited: dict[str, PinRecord] = {}
 
@@ -109,7 +95,26 @@ class PinBook:
 
     def anchored_at(self, node: Node) -> list[PinRecord]:
         """The pins whose hold ends at the end of `node`."""
-        return self._anchored.get(node.id, [])
+        return [record for records in self._anchored.get(node.id, {}).values() for record in records.values()]
+
+    def snapshot(self, record: PinRecord) -> Pin:
+        """What callers see of a pin."""
+        node = record.node
+        return Pin(
+            id=record.id,
+            owner=record.owner,
+            level=record.level,
+            priority=record.priority,
+            namespace=node.namespace,
+            cache_type=record.cache_type,
+            request_id=record.request_id,
+            num_tokens=record.num_tokens,
+            num_pinned_tokens=node.end * self._tree.block_bytes // TOKEN_BYTES,
+            created_at=record.created_at,
+            expires_at=record.expires_at,
+            refresh=record.refresh,
+            is_limited=record.id in self._limited and self._awaited(record, node.end) in node.children,
+        )
 
     # --- making and undoing ---------------------------------------------------------------------------------------
 
@@ -133,6 +138,9 @@ class PinBook:
         them."""
         del self.records[record.id]
         self._limited.pop(record.id, None)
+        if len(self._expiries) > 2 * len(self.records) + 64:
+            self._expiries = [entry for entry in self._expiries if entry[1] in self.records]
+            heapq.heapify(self._expiries)
         self._unanchor(record)
         for node in record.node.path():
             self._unmark(node, record)
@@ -159,29 +167,33 @@ class PinBook:
         """True if any live pin has a time to live, so that the clock must be read."""
         return bool(self._expiries)
 
-    def refresh(self, path: list[Node], now_seconds: float) -> None:
-        """A request used this path: pins on it that are to be refreshed on use live on from now."""
-        for node in path:
-            for record in self._anchored.get(node.id, ()):
+    def refresh(self, root: Node, data: bytes, now_seconds: float) -> None:
+        """A request asks for these packed tokens: pins that end within them and are refreshed on use live on from
+        now."""
+        match = self._tree.find(root, data, len(data) // self._tree.block_bytes)
+        for node in match.node.path():
+            if node is match.node and match.num_edge_blocks < node.num_blocks:
+                return
+            for record in self.anchored_at(node):
                 if record.refresh and record.ttl_seconds is not None:
                     record.expires_at = now_seconds + record.ttl_seconds
 
     # --- following the tree ---------------------------------------------------------------------------------------
 
-    def on_stored_below(self, parent: Node) -> None:
-        """A node was stored below `parent`: pins that wait there may hold more."""
-        for record in list(self._anchored.get(parent.id, ())):
+    def on_stored_below(self, parent: Node, first_block: bytes) -> None:
+        """A run that begins with `first_block` was stored below `parent`: pins that wait for it there may hold more."""
+        for record in list(self._anchored.get(parent.id, {}).get(first_block, {}).values()):
             self.advance(record)
 
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
         if node.soft_priorities:
             self.num_soft_blocks -= num_blocks
-        if num_blocks == node.num_blocks:
-            assert node.parent is not None  # a root is no leaf that could be evicted
-            for record in list(self._anchored.get(node.id, ())):
-                self._unanchor(record)
-                self._anchor(record, node.parent)
+        assert node.parent is not None  # a root is no leaf that could be evicted
+        anchor = node.parent if num_blocks == node.num_blocks else node
+        for record in self.anchored_at(node):
+            self._unanchor(record)
+            self._anchor(record, anchor, node.end - num_blocks)
 
     def on_held(self, path: list[Node]) -> None:
         """A lease is about to hold this path."""
@@ -217,7 +229,6 @@ class PinBook:
         if node is not record.node:
             self._unanchor(record)
             self._anchor(record, node)
-        record.is_limited = limited
         if limited:
             self._limited[record.id] = record
         else:
@@ -226,10 +237,12 @@ class PinBook:
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
-        if not self._limited or self.num_pinned_blocks >= self.quota_blocks:
+        if not self._limited:
             return
         for record in sorted(self._limited.values(), key=lambda pin: (pin.level != HARD, -pin.priority)):
-            self.advance(record)
+            num_taken = self.num_hard_blocks if record.level == HARD else self.num_pinned_blocks
+            if num_taken < self.quota_blocks:
+                self.advance(record)
 
     # --- quota ----------------------------------------------------------------------------------------------------
 
@@ -261,10 +274,14 @@ class PinBook:
         if num_blocks <= 0:
             return
         soft = [record for record in reversed(self.records.values()) if record.level == SOFT and record.node.end]
+        moved = []
         for record in sorted(soft, key=lambda pin: pin.priority):
             num_blocks -= self._retreat(record, num_blocks)
+            moved.append(record)
             if num_blocks <= 0:
-                return
+                break
+        for record in moved:  # what others still pin costs no quota
+            self.advance(record)
 
     def _retreat(self, record: PinRecord, num_blocks: int) -> int:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
@@ -281,7 +298,6 @@ class PinBook:
             freed += before - self.num_soft_blocks
             node = node.parent
         self._anchor(record, node)
-        record.is_limited = True
         self._limited[record.id] = record
         return freed
 
@@ -318,12 +334,21 @@ class PinBook:
                 self.num_soft_blocks -= node.num_blocks
         self._victims.review(node)
 
-    def _anchor(self, record: PinRecord, node: Node) -> None:
+    def _awaited(self, record: PinRecord, end: int) -> bytes:
+        """The first block that a pin lacks when it holds `end` blocks; empty if it has all."""
+        return record.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
+
+    def _anchor(self, record: PinRecord, node: Node, end: int | None = None) -> None:
+        """Note that the hold of a pin ends at `node`, after `end` blocks (`node.end`, unless that is about to
+        change)."""
         record.node = node
-        self._anchored.setdefault(node.id, []).append(record)
+        record.awaited = self._awaited(record, node.end if end is None else end)
+        self._anchored.setdefault(node.id, {}).setdefault(record.awaited, {})[record.id] = record
 
     def _unanchor(self, record: PinRecord) -> None:
-        records = self._anchored[record.node.id]
-        records.remove(record)
-        if not records:
+        by_block = self._anchored[record.node.id]
+        del by_block[record.awaited][record.id]
+        if not by_block[record.awaited]:
+            del by_block[record.awaited]
+        if not by_block:
             del self._anchored[record.node.id]

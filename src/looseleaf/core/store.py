@@ -21,6 +21,9 @@ from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import OutOfBlocks
 from looseleaf.ids import Int32Array, Namespace
 
+MAX_GROWING_BLOCKS = 64
+"""A run is lengthened in place up to this length only, since that copies it: growing by a block then costs O(1)."""
+
 
 class BlockStore:
     """The blocks of one pool and what is stored in them. Knows paths and runs; of leases it knows only their block
@@ -59,8 +62,6 @@ class BlockStore:
             return node, EMPTY_BLOCKS
         blocks = np.concatenate([step.blocks for step in path])
         self._hold_path(path, blocks)
-        if self.pins.has_expiries:
-            self.pins.refresh(path, self._clock())
         return node, blocks
 
     def let_go(self, node: Node, blocks: Int32Array) -> None:
@@ -123,17 +124,18 @@ class BlockStore:
         child."""
         self.ledger.store(blocks)
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
-        if self._on_event is not None:
-            parent_block = None if node.is_root else int(node.blocks[-1])
-            self._on_event(BlocksStored(node.namespace, parent_block, blocks.copy(), unpack_tokens(data)))
-        if own_node and not node.sealed and not node.children:
+        parent_block = None if node.is_root else int(node.blocks[-1])
+        if own_node and not node.sealed and not node.children and node.num_blocks < MAX_GROWING_BLOCKS:
             self.tree.extend(node, data, blocks)
-            return node
-        leaf = self.tree.insert(node, data, blocks)
-        self._tick += 1
-        self.victims.policy.insert(leaf.id, self._tick)
-        self.victims.review(node)
-        self.pins.on_stored_below(node)
+            leaf = node
+        else:
+            leaf = self.tree.insert(node, data, blocks)
+            self._tick += 1
+            self.victims.policy.insert(leaf.id, self._tick)
+            self.victims.review(node)
+            self.pins.on_stored_below(node, data[: self.tree.block_bytes])
+        if self._on_event is not None:
+            self._on_event(BlocksStored(leaf.namespace, parent_block, blocks.copy(), unpack_tokens(data)))
         return leaf
 
     # --- forgetting -----------------------------------------------------------------------------------------------
@@ -154,15 +156,15 @@ class BlockStore:
         """The error for a reservation of `needed` more blocks, with the figures of this moment."""
         return OutOfBlocks(needed, self.ledger.num_free_blocks, self.num_evictable_blocks, self.pins.num_hard_blocks)
 
-    def evict(self, num_blocks: int) -> int:
+    def evict(self, num_blocks: int, *, spare_soft: bool = False) -> int:
         """Evict cached blocks, leaves first and the tail of a run first, until `num_blocks` are freed or none is left.
 
-        Frees exactly `num_blocks` if there are so many. Returns how many it freed. Costs O(log victims) per node
-        touched.
+        `spare_soft` leaves softly pinned ones alone. Frees exactly `num_blocks` if there are so many. Returns how
+        many it freed. Costs O(log victims) per node touched.
         """
         freed = 0
         while freed < num_blocks:
-            node = self.victims.next()
+            node = self.victims.next(spare_soft)
             if node is None:
                 break
             count = min(node.num_blocks, num_blocks - freed)
@@ -202,22 +204,21 @@ class BlockStore:
         parent = node.parent
         assert parent is not None  # roots own no blocks
         self.forgotten.record(node, num_blocks, cause, self._clock())
-        blocks = node.blocks[node.num_blocks - num_blocks :]
-        if self._on_event is not None:
-            name = "evicted" if cause == EVICTED else "cleared"
-            self._on_event(BlocksRemoved(node.namespace, blocks.copy(), name))
+        blocks = node.blocks[node.num_blocks - num_blocks :].copy()
         self.pins.on_evicted(node, num_blocks)
         num_freed = self.ledger.forget(blocks)
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
-            return num_freed
-        self.victims.withdraw(node)
-        self.victims.policy.forget(node.id)
-        self.tree.remove(node)
-        if parent.is_root:
-            self.drop_if_empty(parent)
         else:
-            self.victims.review(parent)
+            self.victims.withdraw(node)
+            self.victims.policy.forget(node.id)
+            self.tree.remove(node)
+            if parent.is_root:
+                self.drop_if_empty(parent)
+            else:
+                self.victims.review(parent)
+        if self._on_event is not None:
+            self._on_event(BlocksRemoved(node.namespace, blocks, "evicted" if cause == EVICTED else "cleared"))
         return num_freed
 
     def drop_if_empty(self, root: Node) -> None:

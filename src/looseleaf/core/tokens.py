@@ -15,6 +15,8 @@ Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 TOKEN_BYTES = 4
 _LIMIT = 2**31
+_PACKED = (bytes, bytearray, memoryview)
+"""Sequences of ints that `array` would take for raw memory."""
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
@@ -25,14 +27,14 @@ def pack_tokens(tokens: Tokens) -> bytes:
     Raises:
         InvalidTokens: empty, negative, ≥ 2**31, not integers, or not one-dimensional. Costs O(tokens).
     """
-    if len(tokens) == 0:
-        raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
     try:
-        packed = array("i", tokens)
+        if len(tokens) == 0:
+            raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
+        packed = array("i", list(tokens) if isinstance(tokens, _PACKED) else tokens)
     except TypeError as error:
-        raise InvalidTokens(f"tokens must be integers ({error})") from None
+        raise InvalidTokens(f"tokens must be a sequence of integers ({error})") from None
     except OverflowError:
         raise InvalidTokens(f"a token id is outside 0 to {_LIMIT - 1}") from None
     data = packed.tobytes()
@@ -50,6 +52,8 @@ def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:
         raise InvalidTokens(
             f"tokens must be a one-dimensional integer array, not {tokens.ndim}-dimensional {tokens.dtype}"
         )
+    if len(tokens) == 0:
+        raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
     if tokens.dtype != np.int32 and int(tokens.max()) >= _LIMIT:
         raise InvalidTokens(f"token id {int(tokens.max())} is above {_LIMIT - 1}")
     _check_not_negative(tokens)

@@ -52,10 +52,10 @@ class VictimQueue:
         self.policy.split(node.id, upper.id)
         return upper
 
-    def next(self) -> Node | None:
-        """The node to evict from now, None if nothing can be evicted."""
+    def next(self, spare_soft: bool) -> Node | None:
+        """The node to evict from now, None if nothing can be evicted; `spare_soft` leaves softly pinned ones alone."""
         node_id = self.policy.victim()
-        if node_id is None:
+        if node_id is None and not spare_soft:
             node_id = self._soft.first()
         return None if node_id is None else self._tree.nodes[node_id]
 

@@ -21,7 +21,8 @@ from looseleaf.lab.traces import Trace, TraceRequest
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found. Tokens are those of the trace; `waste` is the time average of `CacheStats.waste`.
+    """What a replay found. Tokens are those of the trace. `waste`: share of the token places in held blocks that hold
+    nothing, over the trace's time (instant: over its requests).
 
     peak_blocks: most blocks in use at once, cached ones included. evicted_blocks: cached blocks that had to go.
     """
@@ -72,6 +73,13 @@ def replay_instant(
             f"{trace.name} has blocks of {trace.block_tokens} tokens, --block-tokens asks for {size}",
             f"with --instant a block of the trace is a block of the cache: use --block-tokens {trace.block_tokens}",
         )
+    for number, request in enumerate(trace.requests):
+        if len(request.blocks) != -(-request.num_input_tokens // size):
+            raise ConfigError(
+                f"request {number} of {trace.name} has {request.num_input_tokens} tokens in {len(request.blocks)} "
+                f"blocks, which are not blocks of {size} tokens",
+                "leave --block-tokens out, or give the size that the trace was made with",
+            )
     page = max(256, size) if page_tokens is None else page_tokens
     num_pages = -(-capacity_blocks * size // page)
     cache = CacheManager(
@@ -92,8 +100,7 @@ def _serve_all(
     on_progress: Callable[[int], None] | None,
 ) -> ReplayResult:
     size = cache.plan.block_tokens
-    hit_tokens = peak_blocks = 0
-    waste = 0.0
+    hit_tokens = peak_blocks = num_places = num_filled = 0
     for number, request in enumerate(trace.requests):
         prompt = _prompt(request, size)
         num_stored = min(len(request.blocks), capacity_blocks) * size
@@ -103,7 +110,8 @@ def _serve_all(
             lease.commit(num_stored)
             stats = cache.stats()
             peak_blocks = max(peak_blocks, stats.num_blocks - stats.free_blocks - num_spare)
-            waste += stats.waste
+            num_places += num_stored
+            num_filled += min(num_stored, request.num_input_tokens)
         if on_progress is not None:
             on_progress(number + 1)
     stats = cache.stats()
@@ -119,7 +127,7 @@ def _serve_all(
         input_tokens=input_tokens,
         hit_tokens=hit_tokens,
         token_hit_rate=hit_tokens / input_tokens if input_tokens else 0.0,
-        waste=waste / len(trace.requests) if trace.requests else 0.0,
+        waste=1 - num_filled / num_places if num_places else 0.0,
         peak_blocks=peak_blocks,
         evicted_blocks=stats.evicted_tokens // size,
     )

@@ -77,6 +77,8 @@ class _Simulation:
         """First come, first served, as long as the whole sequence and one token more fit."""
         while self.waiting:
             sequence = self.waiting[0]
+            if not self._may_fit(sequence):
+                return
             lease = self.cache.lease(sequence.tokens, str(sequence.number), count_lookup=not sequence.counted)
             if not lease.try_reserve(len(sequence.tokens) + 1):
                 lease.release()
@@ -88,6 +90,12 @@ class _Simulation:
                 self.figures.hit_tokens += lease.num_cached_tokens
                 sequence.counted = True
             self.prefilling.append(sequence)
+
+    def _may_fit(self, sequence: _Sequence) -> bool:
+        """False if a lease would be in vain: read-only, so that waiting does not count as use."""
+        stats = self.cache.stats()
+        wanted = len(sequence.tokens) + 1 - self.cache.match(sequence.tokens).num_tokens
+        return -(-wanted // stats.block_tokens) <= stats.free_blocks + stats.evictable_blocks
 
     def step(self, now: float) -> None:
         """What is prefilled starts to decode; what decodes gets a token; what is complete goes."""
@@ -138,10 +146,7 @@ class _Simulation:
 
 
 def replay_timed(
-    trace: Trace,
-    config: CacheConfig,
-    rates: RateModel | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    trace: Trace, config: CacheConfig, rates: RateModel | None = None, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
     """Serve `trace` in its own time. Requests that can never fit are left out of memory and hits, but count as input.
 
