@@ -48,7 +48,8 @@ def common_tokens(ours: bytes, theirs: bytes) -> int:
 
 def nearest_continuation(continuations: Iterable[bytes], block: bytes) -> int:
     """Most tokens that `block` shares with the beginning of one of the stored continuations."""
-    return max((common_tokens(block, other) for other in continuations), default=0)
+    first = block[:TOKEN_BYTES]
+    return max((common_tokens(block, other) for other in continuations if other.startswith(first)), default=0)
 
 
 def skipped(num_prompt_tokens: int) -> Explanation:
