@@ -2,8 +2,8 @@
 
     python bench/bookkeeping.py [--cached-blocks 60000] [--repeats 5]
 
-Prompts are lists of ints, half of each shared (20 prefixes of 1,024 tokens); the pool has 65,536 blocks of 16 tokens and
-holds `--cached-blocks` cached ones of other prompts at first. One admission is lease, reserve, commit and release; one
+Prompts are lists of ints, half of each shared (20 prefixes of 1,024 tokens); the pool has 65,536 blocks of 16 tokens,
+`--cached-blocks` of them filled with other prompts at first. One admission is lease, reserve, commit and release; one
 decode step is `append_many` and `commit_many`. Prints JSON; medians over the repeats.
 """
 
