@@ -64,17 +64,17 @@ class Lease:
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and appended."""
-        return self.desk.num_tokens(self)
+        return self.desk.figure(self, "num_tokens")
 
     @property
     def num_reserved_tokens(self) -> int:
         """Tokens that have room."""
-        return self.desk.num_reserved(self)
+        return self.desk.figure(self, "num_reserved")
 
     @property
     def num_committed_tokens(self) -> int:
         """Tokens whose K and V are written, those found in the cache included."""
-        return self.desk.num_committed(self)
+        return self.desk.figure(self, "num_committed")
 
     @property
     def block_table(self) -> Int32Array:

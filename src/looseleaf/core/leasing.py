@@ -200,9 +200,7 @@ class LeaseDesk:
             self._check_open(lease, "commit")
             rows, row = self.rows, lease.row
             if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
-                raise CommitBeyondReserved(
-                    num_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
-                )
+                raise self._beyond(row, num_tokens)
             if num_tokens > rows.num_committed[row]:
                 self._commit_to(lease, int(rows.num_committed[row]), num_tokens)
                 rows.num_committed[row] = num_tokens
@@ -270,12 +268,7 @@ class LeaseDesk:
             beyond = np.flatnonzero(after > table.num_reserved[rows])
             if len(beyond):
                 row = int(rows[beyond[0]])
-                raise CommitBeyondReserved(
-                    int(table.num_tokens[row]),
-                    int(table.num_tokens[row]),
-                    int(table.num_reserved[row]),
-                    int(table.num_committed[row]),
-                )
+                raise self._beyond(row, int(table.num_tokens[row]))
             before = table.num_committed[rows]
             for i in np.flatnonzero(after // self._block_tokens > before // self._block_tokens).tolist():
                 self._commit_to(leases[i], int(before[i]), int(after[i]))
@@ -304,17 +297,11 @@ class LeaseDesk:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def num_tokens(self, lease: Lease) -> int:
-        """Tokens known; LeaseClosed after release."""
-        return self._figure(lease, "num_tokens")
-
-    def num_reserved(self, lease: Lease) -> int:
-        """Tokens that have room; LeaseClosed after release."""
-        return self._figure(lease, "num_reserved")
-
-    def num_committed(self, lease: Lease) -> int:
-        """Tokens written; LeaseClosed after release."""
-        return self._figure(lease, "num_committed")
+    def figure(self, lease: Lease, column: str) -> int:
+        """A figure of the lease's row by its column in `LeaseTable`; LeaseClosed after release."""
+        with self._lock:  # the columns are exchanged when the table grows
+            self._check_open(lease, column)
+            return int(getattr(self.rows, column)[lease.row])
 
     def block_table(self, lease: Lease) -> Int32Array:
         """See `Lease.block_table`."""
@@ -372,13 +359,14 @@ class LeaseDesk:
         index = int(rows.num_tokens[row]) // self._block_tokens
         rows.next_block[row] = lease.table[index] if index < lease.num_blocks else -1
 
+    def _beyond(self, row: int, asked_tokens: int) -> CommitBeyondReserved:
+        rows = self.rows
+        return CommitBeyondReserved(
+            asked_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
+        )
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
-
-    def _figure(self, lease: Lease, column: str) -> int:
-        with self._lock:  # the columns are exchanged when the table grows
-            self._check_open(lease, column)
-            return int(getattr(self.rows, column)[lease.row])
 
     @staticmethod
     def _check_open(lease: Lease, call: str) -> None:
