@@ -13,6 +13,7 @@ import numpy as np
 from looseleaf.core.tree import Node
 from looseleaf.ids import Int64Array, Namespace
 
+MIN_ENTRIES = 2**16
 EVICTED = 1
 CLEARED = 2
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits of Python's hashes over the table
@@ -37,10 +38,10 @@ def next_key(key: int, block: bytes) -> int:
 
 
 class ForgottenTable:
-    """Chain keys of forgotten blocks, for at least as many blocks as the pool has (times four, rounded up)."""
+    """Chain keys of forgotten blocks, four for each block of the pool, rounded up, and never few."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        size = 1 << (4 * num_blocks - 1).bit_length()
+        size = max(MIN_ENTRIES, 1 << (4 * num_blocks - 1).bit_length())
         self._shift = 64 - (size.bit_length() - 1)
         self._block_bytes = block_bytes
         self._keys = np.zeros(size, dtype=np.int64)
