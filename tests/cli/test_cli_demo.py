@@ -22,7 +22,7 @@ from looseleaf.cli.demo.load import send_all
 from looseleaf.cli.demo.recorder import MemoryRecorder
 from looseleaf.cli.demo.report import change
 from looseleaf.cli.demo.scene import DEMO_MEMORY, run_looseleaf, run_plain, scene_of
-from looseleaf.cli.demo.workload import DemoRequest, Workload, shipped_workload
+from looseleaf.cli.demo.workload import MAX_ANSWER_TOKENS, DemoRequest, Workload, shipped_workload
 from looseleaf.cli.machine import commit, provenance
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.manager import CacheManager
@@ -35,25 +35,25 @@ POLICY = "You answer the members. Ladders go out for four days, saws for seven. 
 def small_workload(num_clients: int = 2) -> Workload:
     """Four questions behind a policy of 213 tokens, two about a document, letters of more than the memory."""
     document = "The light at the point was built long ago and mended twice since then. " * 2
-    short = [DemoRequest(f"q{i}", "short", f"{POLICY}{i}?", max_tokens=20, stop="\n") for i in range(4)]
-    long = [DemoRequest(f"d{i}", "long", f"{document}{i}?", max_tokens=20, stop="\n") for i in range(2)]
-    one_off = [DemoRequest(f"l{i}", "one-off", f"{i} letter " * 18, max_tokens=20, stop="\n") for i in range(5)]
+    short = [DemoRequest(f"q{i}", "short", f"{POLICY}{i}?", max_tokens=20, stops=("\n",)) for i in range(4)]
+    long = [DemoRequest(f"d{i}", "long", f"{document}{i}?", max_tokens=20, stops=("\n",)) for i in range(2)]
+    one_off = [DemoRequest(f"l{i}", "one-off", f"{i} letter " * 18, max_tokens=20, stops=("\n",)) for i in range(5)]
     return Workload(POLICY, (short[0], long[0], short[1], *one_off, short[2], long[1], short[3]), num_clients)
 
 
 def test_the_shipped_workload_is_what_the_demo_promises() -> None:
-    """12 short questions behind one policy, 5 about one document, 12 letters that share no first block; letters lie
+    """10 short questions behind one policy, 4 about one document, 8 letters that share no first block; letters lie
     between questions."""
     workload = shipped_workload()
     by_kind = {
         kind: [request for request in workload.requests if request.kind == kind]
         for kind in ("short", "long", "one-off")
     }
-    assert {kind: len(requests) for kind, requests in by_kind.items()} == {"short": 12, "long": 5, "one-off": 12}
+    assert {kind: len(requests) for kind, requests in by_kind.items()} == {"short": 10, "long": 4, "one-off": 8}
     assert all(request.prompt.startswith(workload.policy) for request in by_kind["short"])
     assert len({request.prompt for request in workload.requests}) == len(workload.requests)
-    assert len({request.prompt[:24] for request in by_kind["one-off"]}) == 12
-    assert len({request.name for request in workload.requests}) == 29
+    assert len({request.prompt[:24] for request in by_kind["one-off"]}) == 8
+    assert len({request.name for request in workload.requests}) == 22
     kinds = "".join(request.kind[0] for request in workload.requests)
     assert re.match(r"[sl]+o.*o[sl]+$", kinds)
 
@@ -158,10 +158,11 @@ def test_the_scene_says_how_large_the_burst_is(fake_model: LoadedModel) -> None:
 
 
 def test_the_demo_has_room_for_its_pin() -> None:
-    """A quota of 30% of the demo's memory holds a policy of 1,200 tokens, with every request beside it."""
-    plan_tokens = 24 * DEMO_MEMORY.page_tokens
-    assert DEMO_MEMORY.num_pages == 24
-    assert plan_tokens * DEMO_MEMORY.pin_quota > 1200
+    """A quota of 30% of the demo's memory holds a policy of 1,000 tokens, with every request beside it."""
+    assert DEMO_MEMORY.num_pages is not None
+    memory_tokens = DEMO_MEMORY.num_pages * DEMO_MEMORY.page_tokens
+    assert memory_tokens * DEMO_MEMORY.pin_quota > 1000
+    assert memory_tokens - 1000 > 1500 + MAX_ANSWER_TOKENS
 
 
 @pytest.mark.parametrize("as_json", [False, True])

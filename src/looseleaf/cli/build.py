@@ -25,6 +25,8 @@ from looseleaf.server import ServerSettings, create_app
 from looseleaf.telemetry import Metrics
 
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
+PREPARING_SHARE = 0.8
+"""Share of the progress bar for getting the demo model; the rest is loading it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ def load_model(model: ModelSettings, memory: MemorySettings, progress: Progress 
         ModelError: the model cannot be found, loaded or served.
     """
     memory.cache_config(num_pages=1)
-    source = demo_model_dir(progress) if model.source is None else model.source
+    report = progress or (lambda _stage, _fraction: None)
+    source = model.source or demo_model_dir(lambda stage, fraction: report(stage, PREPARING_SHARE * fraction))
+    report("loading the model and checking how it is served", PREPARING_SHARE)
     has_downloads = not Path(source).is_dir()
     with contextlib.nullcontext() if has_downloads else quiet_transformers():
         tokenizer = HFTokenizer.load(source)

@@ -24,6 +24,5 @@ def import_extra(module: str, extra: str) -> ModuleType:
         if error.name is not None and error.name.split(".")[0] == "looseleaf":
             raise
         raise ConfigError(
-            f"this command needs the package {error.name}, which is not installed",
-            f"pip install 'looseleaf[{extra}]'",
+            f"this command needs the package {error.name}, which is not installed", f"pip install 'looseleaf[{extra}]'"
         ) from error

@@ -30,8 +30,7 @@ MaxModelTokensOption = Annotated[
     int | None, typer.Option(help="Limit on prompt and output together. Default: the model's own.")
 ]
 AdminKeyOption = Annotated[
-    str | None,
-    typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need."),
+    str | None, typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need.")
 ]
 _DEFAULTS = EngineConfig()
 
@@ -107,11 +106,7 @@ def run(settings: ServeSettings) -> None:
             loaded = build.load_model(settings.model, settings.memory, progress)
         try:
             stack = build.build_stack(
-                loaded,
-                settings.memory,
-                settings.engine,
-                settings.server,
-                vllm_metrics=settings.vllm_metrics,
+                loaded, settings.memory, settings.engine, settings.server, vllm_metrics=settings.vllm_metrics
             )
             facts = startup_facts(stack, serving.url_of(listening))
             announce = print_json if settings.as_json else print_welcome

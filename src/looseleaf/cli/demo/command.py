@@ -47,13 +47,7 @@ def demo(
 
 
 def show(
-    model: LoadedModel,
-    memory: MemorySettings,
-    workload: Workload,
-    output: Path,
-    *,
-    as_json: bool,
-    progress_on: Console,
+    model: LoadedModel, memory: MemorySettings, workload: Workload, output: Path, *, as_json: bool, progress_on: Console
 ) -> None:
     """Both runs, the saved file, and the table (or the JSON)."""
     scene = import_extra("looseleaf.cli.demo.scene", "demo")
@@ -76,9 +70,10 @@ def run_both(
     with new_progress(console) as progress:
         progress.disable = not is_shown
         total = len(workload.requests)
-        tasks = [progress.add_task(f"serving {total} requests, {name}", total=total) for name in ("plain", "looseleaf")]
-        plain: Run = scene.run_plain(model, memory, workload, lambda _: progress.advance(tasks[0]))
-        looseleaf: Run = scene.run_looseleaf(model, memory, workload, lambda _: progress.advance(tasks[1]))
+        first = progress.add_task(f"serving {total} requests, plain", total=total)
+        plain: Run = scene.run_plain(model, memory, workload, lambda _: progress.advance(first))
+        second = progress.add_task(f"serving {total} requests, looseleaf", total=total)
+        looseleaf: Run = scene.run_looseleaf(model, memory, workload, lambda _: progress.advance(second))
     return plain, looseleaf
 
 

@@ -66,7 +66,7 @@ async def send(http: httpx.AsyncClient, model: str, request: DemoRequest, *, reu
         "model": model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
-        "stop": request.stop,
+        "stop": list(request.stops),
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -56,13 +56,7 @@ class MemoryRecorder:
         return self.num_scheduled_tokens - num_decoded_tokens
 
     def on_step(
-        self,
-        *,
-        num_scheduled_tokens: int,
-        num_running: int,
-        num_waiting: int,
-        seconds: float,
-        schedule_seconds: float,
+        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
     ) -> None:
         """See `EngineObserver`."""
         stats = self._cache.stats()

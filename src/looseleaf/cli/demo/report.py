@@ -84,7 +84,8 @@ def change(before: float, after: float, better: Literal["less", "more"]) -> str:
 def explanation(scene: Scene) -> str:
     """What the two columns are."""
     return (
-        "plain: every prompt computed in full, and prompt + max_tokens set aside for each request.\n"
+        "plain: every prompt computed in full, room for the prompt and max_tokens "
+        f"({scene.max_answer_tokens}) set aside for each request.\n"
         "looseleaf: blocks as tokens come, prefixes reused, the shared policy pinned.\n"
         f"Both: {scene.model_name}, {scene.num_clients} clients, {scene.memory_tokens:,} tokens of KV memory; "
         f"the burst of one-off letters in the middle has {scene.burst_tokens:,}.\n"

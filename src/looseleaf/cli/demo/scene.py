@@ -20,10 +20,10 @@ from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.telemetry import Metrics
 
-DEMO_MEMORY = MemorySettings(num_pages=24)
-"""6,144 tokens: less than the burst of letters."""
-DEMO_STEP_TOKENS = 512
-"""Short steps, so that a question does not wait for the whole prefill of a letter."""
+DEMO_MEMORY = MemorySettings(num_pages=16)
+"""4,096 tokens: less than the burst of letters."""
+DEMO_STEP_TOKENS = 1024
+"""A step computes at most this many tokens, so that a short question does not wait for all of a document."""
 WARM_UP = DemoRequest("warm-up", "one-off", "The first step of a process is slower than the others." * 8, max_tokens=2)
 
 
@@ -37,6 +37,7 @@ class Scene:
     page_tokens: int
     block_tokens: int
     max_step_tokens: int
+    max_answer_tokens: int
     num_clients: int
     num_requests: int
     burst_tokens: int
@@ -53,6 +54,7 @@ def scene_of(model: LoadedModel, memory: MemorySettings, workload: Workload) -> 
         page_tokens=memory.page_tokens,
         block_tokens=memory.block_tokens,
         max_step_tokens=DEMO_STEP_TOKENS,
+        max_answer_tokens=max(request.max_tokens for request in workload.requests),
         num_clients=workload.num_clients,
         num_requests=len(workload.requests),
         burst_tokens=sum(len(model.tokenizer.encode(prompt)) for prompt in one_off),

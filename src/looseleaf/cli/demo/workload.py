@@ -9,23 +9,24 @@ from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["short", "long", "one-off"]
 
-NUM_LETTERS = 12
-PARAGRAPHS_PER_LETTER = 16
-MAX_ANSWER_TOKENS = 64
+NUM_LETTERS = 8
+PARAGRAPHS_PER_LETTER = 14
+MAX_ANSWER_TOKENS = 256
+"""The bound that clients set; answers end long before it, at the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class DemoRequest:
     """One prompt. `short`: a question behind the shared policy; `long`: one behind the document; `one-off`: a letter.
 
-    Answers end at `stop`; `max_tokens` is only a bound, as clients set it.
+    Answers end at one of `stops`; `max_tokens` is only a bound, as clients set it.
     """
 
     name: str
     kind: Kind
     prompt: str
     max_tokens: int = MAX_ANSWER_TOKENS
-    stop: str = "\n"
+    stops: tuple[str, ...] = (".", "\n")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Workload:
 
 
 def shipped_workload() -> Workload:
-    """The workload of the texts in this package: 12 questions, 5 about the document, 12 letters."""
+    """The workload of the texts in this package: 10 questions, 4 about the document, 8 letters."""
     policy = _read("policy.txt")
     document = _read("document.txt")
     shorts = [
@@ -55,13 +56,13 @@ def shipped_workload() -> Workload:
 def _mixed(shorts: list[DemoRequest], longs: list[DemoRequest], letters: list[DemoRequest]) -> list[DemoRequest]:
     """Some questions, then the burst of letters with a few questions in it, then the other questions.
 
-    q d q q d q | l l l q  l l l q  l l d  l l q  l l | q d q q d q q ...
+    q d q q d q | l l l q  l l d q  l l l | q d q q q
     """
     short, long, letter = iter(shorts), iter(longs), iter(letters)
     mixed: list[DemoRequest] = []
-    for kind in "qdqqdq" + "lllq" + "lllq" + "lld" + "llq" + "ll" + "qdqqdqqq":
+    for kind in "qdqqdq" + "lllq" + "lldq" + "lll" + "qdqqq":
         mixed += islice({"q": short, "d": long, "l": letter}[kind], 1)
-    return mixed + list(letter) + list(long) + list(short)
+    return mixed
 
 
 def _letters() -> list[DemoRequest]:
@@ -72,7 +73,8 @@ def _letters() -> list[DemoRequest]:
     for number, name in enumerate(names[:NUM_LETTERS]):
         stride = (1, 3, 5, 9, 11, 13)[number % 6]
         chosen = [paragraphs[(5 * number + stride * i) % len(paragraphs)] for i in range(PARAGRAPHS_PER_LETTER)]
-        text = "\n".join([f"{name}: letter {number + 1}", *chosen, "What this letter asks for, in a few words:"])
+        head, end = f"Letter {number + 1}, from {name}.", "Question: Is this letter a complaint, yes or no?\nAnswer:"
+        text = "\n".join([head, *chosen, end])
         letters.append(DemoRequest(f"letter {number + 1}", "one-off", text))
     return letters
 
