@@ -10,13 +10,7 @@ class EngineObserver(Protocol):
     """Receives figures from the engine's own thread. Methods return at once and do not raise."""
 
     def on_step(
-        self,
-        *,
-        num_scheduled_tokens: int,
-        num_running: int,
-        num_waiting: int,
-        seconds: float,
-        schedule_seconds: float,
+        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
     ) -> None:
         """One forward pass is done: `seconds` in all, `schedule_seconds` of it before the model ran."""
         ...

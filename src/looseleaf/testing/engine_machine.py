@@ -116,12 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         fits = len(prompt) + (arrival.max_tokens > 0) <= self.kit.engine.max_model_tokens
         try:
             request = self.kit.add(
-                name,
-                prompt,
-                arrival.max_tokens,
-                namespace=arrival.namespace,
-                reuse=not arrival.skips_cache,
-                **params,
+                name, prompt, arrival.max_tokens, namespace=arrival.namespace, reuse=not arrival.skips_cache, **params
             )
         except PromptTooLong:
             assert not fits
