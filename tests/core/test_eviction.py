@@ -79,7 +79,7 @@ def test_a_block_in_other_hands_is_not_matched(make: MakeCache) -> None:
 
 
 def test_a_hole_cuts_a_match_where_it_is(make: MakeCache) -> None:
-    """[R41b] A prefix of six blocks whose fifth is gone matches four."""
+    """[R41] A prefix of six blocks whose fifth is gone matches four."""
     cache = make(6)
     run(cache, tokens(1, 24))
     run(cache, tokens(2, 8))

@@ -25,7 +25,7 @@ def run(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int)
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_machine(machine: type[RuleBasedStateMachine]) -> None:
-    """No sequence of calls breaks an invariant (some thousands of rules)."""
+    """[E55] No sequence of calls breaks an invariant or lets a counter drift (some thousands of rules)."""
     run(machine, num_examples=100, num_steps=60)
 
 
@@ -36,5 +36,5 @@ def test_machine(machine: type[RuleBasedStateMachine]) -> None:
     ids=lambda value: str(value),
 )
 def test_machine_long(machine: type[RuleBasedStateMachine], num_examples: int) -> None:
-    """No sequence of calls breaks an invariant (over 200,000 rules in all)."""
+    """[E55] No sequence of calls breaks an invariant or lets a counter drift (over 200,000 rules in all)."""
     run(machine, num_examples, num_steps=50)
