@@ -9,9 +9,9 @@ import pytest
 from looseleaf import errors
 from looseleaf.errors import RequestError
 from looseleaf.server.conversations import Mark, Turn, prefix_up_to, render, stable_prefix
-from looseleaf.server.durations import parse_duration
-from looseleaf.server.errors import ApiError, answer_for
-from looseleaf.server.formats.logprobs import token_texts
+from looseleaf.server.errors import answer_for
+from looseleaf.server.logprobs import token_texts
+from looseleaf.server.schemas import parse_duration
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
 
@@ -22,16 +22,16 @@ from looseleaf.testing.fake_tokenizer import FakeTokenizer
 )  # fmt: skip
 def test_durations(value, seconds):
     """Durations with and without a unit are seconds."""
-    assert parse_duration(value, param="ttl") == seconds
+    assert parse_duration(value) == seconds
 
 
 @pytest.mark.parametrize(
     "value", ["", "soon", "-5m", "5 minutes", "0", 0, -1, float("inf"), float("nan"), "1e3", "5y", "٣h0"]
 )
 def test_what_is_no_duration_is_refused(value):
-    """Anything else is refused by the parameter's name."""
-    with pytest.raises(ApiError, match="ttl is"):
-        parse_duration(value, param="ttl")
+    """Anything else is refused."""
+    with pytest.raises(ValueError, match="no duration"):
+        parse_duration(value)
 
 
 class MergingTokenizer(FakeTokenizer):

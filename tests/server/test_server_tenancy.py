@@ -8,7 +8,7 @@ import pytest
 
 from looseleaf.errors import ConfigError
 from looseleaf.server import ApiKey, ServerSettings
-from looseleaf.server.namespaces import belongs_to_key, combine_namespace
+from looseleaf.server.auth import belongs_to_key, combine_namespace
 
 pytestmark = pytest.mark.anyio
 

@@ -30,11 +30,8 @@ def create_app(
     settings: ServerSettings | None = None,
     cache_clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The ASGI app of DESIGN's HTTP surface.
-
-    `engine` runs over `cache` and reports to `metrics`; it is started with the app and stopped with it.
-    Several apps in one process do not know of each other.
-    """
+    """The ASGI app. `engine` runs over `cache` and reports to `metrics`; it is started with the app and stopped with
+    it. Several apps in one process do not know of each other."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

@@ -1,16 +1,32 @@
-"""Who calls: API keys with a namespace each, an admin key, or nobody in particular."""
+"""Who calls: API keys with a namespace each, an admin key, or nobody in particular; and who shares what."""
 
 from __future__ import annotations
 
 import hmac
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from looseleaf.server.errors import ApiError
-from looseleaf.server.namespaces import belongs_to_key, combine_namespace
 from looseleaf.server.settings import ServerSettings
 
 _MAX_REMEMBERED_REQUESTS = 20_000
+
+
+def combine_namespace(*, key: str | None = None, salt: str | None = None) -> str:
+    """The cache namespace of a client's key and of the salt in the body; without both the default one, "".
+
+    Each part carries its type and is quoted as JSON, so that no two combinations coincide: key "x" and salt "x" differ,
+    as do ("a", "bc") and ("ab", "c"). A part that is absent (None) differs from an empty one.
+    """
+    parts = [f"{label}={json.dumps(value)}" for label, value in (("key", key), ("salt", salt)) if value is not None]
+    return "/".join(parts)
+
+
+def belongs_to_key(namespace: str, key: str) -> bool:
+    """True if `namespace` is that of `key` or a division of it by a salt."""
+    own = combine_namespace(key=key)
+    return namespace == own or namespace.startswith(own + "/")
 
 
 @dataclass(frozen=True)
@@ -27,8 +43,7 @@ class Caller:
         return self.is_admin and self.key_namespace is None
 
     def namespace(self, cache_salt: str | None) -> str:
-        """The cache namespace of a request with this salt: the key's own comes first, the salt divides it
-        further."""
+        """The cache namespace of a request: the key's own comes first, the salt divides it further."""
         return combine_namespace(key=self.key_namespace, salt=cache_salt)
 
     def may_see(self, namespace: str) -> bool:
@@ -37,10 +52,8 @@ class Caller:
 
 
 class RequestDirectory:
-    """Which caller made which request, so that no client reads or pins another's. Remembers the last 20,000.
-
-    Used from the event loop only.
-    """
+    """Which key made which request, so that no client reads or pins another's. Remembers the last 20,000. Used from the
+    event loop only."""
 
     def __init__(self) -> None:
         self._key_of_request: OrderedDict[str, str | None] = OrderedDict()
@@ -53,11 +66,8 @@ class RequestDirectory:
             self._key_of_request.popitem(last=False)
 
     def may_see(self, request_id: str, caller: Caller) -> bool:
-        """True for callers without a namespace of their own (no keys in use, or the admin), and for the
-        request's maker."""
-        if caller.key_namespace is None:
-            return True
-        return self._key_of_request.get(request_id) == caller.key_namespace
+        """True for callers without a namespace of their own, and for the request's maker."""
+        return caller.key_namespace is None or self._key_of_request.get(request_id) == caller.key_namespace
 
 
 def identify(authorization: str | None, settings: ServerSettings) -> Caller:
@@ -69,30 +79,12 @@ def identify(authorization: str | None, settings: ServerSettings) -> Caller:
     scheme, _, token = (authorization or "").partition(" ")
     secret = token.strip().encode() if scheme.lower() == "bearer" else b""
     if settings.admin_key is not None and hmac.compare_digest(secret, settings.admin_key.encode()):
-        return Caller(name="admin", key_namespace=None, is_admin=True)
+        return Caller("admin", key_namespace=None, is_admin=True)
     for key in settings.api_keys:
         if hmac.compare_digest(secret, key.secret.encode()):
-            return Caller(name=key.name, key_namespace=key.namespace, is_admin=settings.admin_key is None)
+            return Caller(key.name, key_namespace=key.namespace, is_admin=settings.admin_key is None)
     if settings.api_keys:
-        what = "an API key is needed" if not secret else "this API key is not known"
-        raise ApiError(
-            f"{what}\nhint: send `Authorization: Bearer KEY`",
-            status=401,
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-    return Caller(name="anonymous", key_namespace=None, is_admin=settings.admin_key is None)
-
-
-def refuse_unless_admin(caller: Caller) -> None:
-    """Guard of routes that change what the cache keeps.
-
-    Raises:
-        ApiError: 403, if an admin key is set and the caller does not have it.
-    """
-    if not caller.is_admin:
-        raise ApiError(
-            "this route needs the admin key\nhint: send `Authorization: Bearer ADMIN_KEY`",
-            status=403,
-            code="admin_key_required",
-        )
+        what = "this API key is not known" if secret else "an API key is needed"
+        message = f"{what}\nhint: send `Authorization: Bearer KEY`"
+        raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return Caller("anonymous", key_namespace=None, is_admin=settings.admin_key is None)

@@ -1,4 +1,4 @@
-"""What the routes work with: one frozen object per app, found through the request."""
+"""What the routes work with: one frozen object per app, and who calls. Both are found through the request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.async_engine import AsyncEngine
 from looseleaf.engine.tokenizer import Tokenizer
-from looseleaf.server.auth import RequestDirectory
+from looseleaf.server.auth import Caller, RequestDirectory, identify
 from looseleaf.server.errors import ApiError
 from looseleaf.server.request_pins import RequestPins
 from looseleaf.server.settings import ServerSettings
@@ -21,10 +21,7 @@ from looseleaf.telemetry import Metrics
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The objects behind one app.
-
-    `cache_clock` is the clock that `cache` reads. `created`: Unix time in seconds at which the model was put up.
-    """
+    """The objects behind one app. `cache_clock` is the clock that `cache` reads; `created` is in Unix seconds."""
 
     engine: AsyncEngine
     cache: CacheManager
@@ -47,17 +44,34 @@ class ServerContext:
         Raises:
             ApiError: 404 `model_not_found`.
         """
-        if name is not None and name != self.model_name:
+        if name not in (None, self.model_name):
             message = f"the model {name!r} does not exist here; this server has {self.model_name!r}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
 
 def get_context(request: Request) -> ServerContext:
     """The context of the app that got `request`."""
-    context = request.app.state.context
-    if not isinstance(context, ServerContext):
-        raise TypeError("the app was not made by create_app")
+    context: ServerContext = request.app.state.context
     return context
 
 
 Context = Annotated[ServerContext, Depends(get_context)]
+
+
+def get_caller(request: Request, context: Context) -> Caller:
+    """The caller of `request`; 401 where keys are in use and none fits."""
+    return identify(request.headers.get("authorization"), context.settings)
+
+
+AnyCaller = Annotated[Caller, Depends(get_caller)]
+
+
+def get_admin(caller: AnyCaller) -> Caller:
+    """The caller, if it may change what the cache keeps; 403 if an admin key is set and the caller does not have it."""
+    if not caller.is_admin:
+        message = "this route needs the admin key\nhint: send `Authorization: Bearer ADMIN_KEY`"
+        raise ApiError(message, status=403, code="admin_key_required")
+    return caller
+
+
+AdminCaller = Annotated[Caller, Depends(get_admin)]

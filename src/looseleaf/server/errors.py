@@ -1,5 +1,4 @@
-"""Errors in the shape of the OpenAI API: `{"error": {message, type, param, code}}`, for everything that can
-go wrong.
+"""Errors in the shape of the OpenAI API, `{"error": {message, type, param, code}}`, for everything that can go wrong.
 
 Errors of looseleaf carry their numbers along in `error.details`, so that a program need not read the message.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,36 +25,33 @@ from looseleaf.errors import (
     RequestError,
     UnknownPin,
     UnknownRequest,
-)
+)  # fmt: skip
 
-CLIENT_LEFT_STATUS = 499
 _MAX_SHOWN_PROBLEMS = 3
 
 # The first class that fits decides, so special ones stand before general ones.
-_STATUS_OF_ERROR: tuple[tuple[type[LooseleafError], int], ...] = (
-    (DuplicateRequest, 409),
-    (RequestError, 400),
-    (ConfigError, 400),
-    (PromptTooLong, 400),
-    (PinQuotaExceeded, 409),
-    (OutOfBlocks, 503),
-    (UnknownPin, 404),
-    (UnknownRequest, 404),
-    (LifecycleError, 503),
-)
+_STATUS_OF_ERROR: Mapping[type[LooseleafError], int] = {
+    DuplicateRequest: 409,
+    RequestError: 400,
+    ConfigError: 400,
+    PromptTooLong: 400,
+    PinQuotaExceeded: 409,
+    OutOfBlocks: 503,
+    UnknownPin: 404,
+    UnknownRequest: 404,
+    LifecycleError: 503,
+}
 
 _TYPE_OF_STATUS: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     409: "conflict_error",
 }
 
 
 class ApiError(Exception):
-    """A refusal that only exists at the HTTP edge (authentication, an unknown model, an unsupported
-    field)."""
+    """An error as it goes out: HTTP status, headers, and the fields of the body's `error` object."""
 
     def __init__(
         self,
@@ -65,109 +60,63 @@ class ApiError(Exception):
         status: int = 400,
         code: str | None = None,
         param: str | None = None,
+        details: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.status = status
-        self.code = code
-        self.param = param
         self.headers = dict(headers or {})
+        kind = _TYPE_OF_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+        if details:
+            self.error["details"] = details
 
 
-@dataclass(frozen=True)
-class ErrorAnswer:
-    """One error as it goes out: HTTP status and the body's `error` object."""
-
-    status: int
-    error: dict[str, Any]
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        return {"error": self.error}
-
-
-def error_answer(
-    message: str, status: int, *, code: str | None = None, param: str | None = None, details: object = None
-) -> ErrorAnswer:
-    """Build an error; its `type` follows from the status. `details` is left out if None."""
-    kind = _TYPE_OF_STATUS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
-    if details:
-        error["details"] = details
-    return ErrorAnswer(status, error)
+def answer_for(error: Exception) -> ApiError:
+    """`error` as it goes out. Of what nobody foresaw the client learns the type only."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LooseleafError):
+        status = next((status for kind, status in _STATUS_OF_ERROR.items() if isinstance(error, kind)), 500)
+        details = {
+            name: value
+            for name, value in vars(error).items()
+            if name not in ("facts", "hint") and isinstance(value, (int, float, str))
+        }
+        return ApiError(str(error), status=status, code=error.code, details=details)
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(str(error.detail), status=error.status_code, code=code, headers=error.headers)
+    return ApiError(f"internal error: {type(error).__name__}", status=500, code="internal_error")
 
 
-def answer_for(error: LooseleafError) -> ErrorAnswer:
-    """The answer for an error of looseleaf: its status, its stable code, its numbers."""
-    status = next((status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind)), 500)
-    details = {
-        name: value
-        for name, value in vars(error).items()
-        if name not in ("facts", "hint") and isinstance(value, (int, float, str))
-    }
-    return error_answer(str(error), status, code=error.code, details=details)
-
-
-def error_response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> Response:
-    """The HTTP response of an error."""
-    content = json.dumps(answer.body())
-    return Response(content, answer.status, headers=dict(headers or {}), media_type="application/json")
-
-
-def _validation_answer(error: RequestValidationError) -> ErrorAnswer:
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """All problems in one message; the first one's field is the `param`."""
     problems = error.errors()
-    if problems and problems[0]["loc"] == ("body",) and problems[0]["type"] != "json_invalid":
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(f"the body is no JSON: {first['msg']}", code="invalid_json")
+    if first["loc"] == ("body",):
         message = "the body must be a JSON object\nhint: send it with `Content-Type: application/json`"
-        return error_answer(message, 400, code="invalid_body")
+        return ApiError(message, code="invalid_body")
     shown = []
     for problem in problems[:_MAX_SHOWN_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        shown.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+        where = ".".join(str(part) for part in problem["loc"][1:])  # the first part is "body", "query" or "header"
+        shown.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")
-    path = [str(part) for part in problems[0]["loc"] if part != "body"] if problems else []
-    is_json = bool(problems) and problems[0]["type"] == "json_invalid"
-    code = "invalid_json" if is_json else "invalid_value"
-    return error_answer("; ".join(shown), 400, code=code, param=None if is_json or not path else path[0])
+    return ApiError("; ".join(shown), code="invalid_value", param=str(first["loc"][1]))
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` leave in the OpenAI shape."""
 
-    async def on_looseleaf_error(_: Request, error: Exception) -> Response:
-        if not isinstance(error, LooseleafError):
-            raise error
-        return error_response(answer_for(error))
+    async def on_error(_: Request, error: Exception) -> Response:
+        answer = answer_for(error)
+        content = json.dumps({"error": answer.error})  # unlike JSONResponse this takes lone surrogates
+        return Response(content, answer.status, headers=answer.headers, media_type="application/json")
 
-    async def on_api_error(_: Request, error: Exception) -> Response:
-        if not isinstance(error, ApiError):
-            raise error
-        return error_response(
-            error_answer(error.message, error.status, code=error.code, param=error.param), error.headers
-        )
-
-    async def on_validation_error(_: Request, error: Exception) -> Response:
-        if not isinstance(error, RequestValidationError):
-            raise error
-        return error_response(_validation_answer(error))
-
-    async def on_http_exception(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            raise error
-        message = str(error.detail)
-        code = None
-        if error.status_code == 404:
-            message, code = f"no route {request.method} {request.url.path}", "unknown_route"
-        elif error.status_code == 405:
-            message, code = f"{request.url.path} does not take {request.method}", "method_not_allowed"
-        return error_response(error_answer(message, error.status_code, code=code), error.headers)
-
-    async def on_bug(_: Request, error: Exception) -> Response:
-        return error_response(error_answer(f"internal error: {type(error).__name__}", 500, code="internal_error"))
-
-    app.add_exception_handler(LooseleafError, on_looseleaf_error)
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(Exception, on_bug)
+    for kind in (LooseleafError, ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -1,5 +1,5 @@
-"""Pins that come with ordinary requests (`prompt_cache_retention`, `cache_control`): asked again and again,
-kept once."""
+"""Pins that come with ordinary requests (`prompt_cache_retention`, `cache_control`): asked again and again, kept
+once."""
 
 from __future__ import annotations
 
@@ -27,23 +27,18 @@ class PinRequest:
 
 @dataclass(frozen=True)
 class GrantedPin:
-    """A wish that was granted; how much it holds is a question for the cache (`describe`). `wish_key` is the same for
-    the same wish in the same namespace."""
+    """A wish that was granted. `wish_key` is the same for the same wish in the same namespace."""
 
     pin_id: str
     wish_key: bytes
 
 
-@dataclass(frozen=True)
-class RefusedPin:
-    """A wish that the quota does not allow, with the numbers."""
-
-    error: PinQuotaExceeded
+Outcome = GrantedPin | PinQuotaExceeded
 
 
 class RequestPins:
-    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made before,
-    so that it lives on and there is one of it. Used from the event loop only.
+    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made before.
+    Used from the event loop only.
 
     A pin is granted before its request is submitted, so that what the quota says does not depend on how far the engine
     has come; then it is kept (`keep`) or, if the engine refuses the request, taken back (`revoke`).
@@ -53,7 +48,7 @@ class RequestPins:
         self._cache = cache
         self._pin_of_wish: OrderedDict[bytes, str] = OrderedDict()
 
-    def grant(self, wish: PinRequest, *, namespace: str, owner: str) -> GrantedPin | RefusedPin:
+    def grant(self, wish: PinRequest, *, namespace: str, owner: str) -> Outcome:
         """Pin, or say why not. An older pin of the same wish stays until `keep`, so that nothing is unprotected
         meanwhile.
 
@@ -61,14 +56,14 @@ class RequestPins:
             InvalidTokens: the wish is for something that is no prompt.
         """
         try:
-            pin = self._cache.pin(
-                tokens=wish.tokens, namespace=namespace, owner=owner, ttl_seconds=wish.ttl_seconds, level="hard"
-            )
+            pin = self._cache.pin(tokens=wish.tokens, namespace=namespace, owner=owner, ttl_seconds=wish.ttl_seconds)
         except PinQuotaExceeded as error:
-            return RefusedPin(error)
-        return GrantedPin(pin.id, _wish_key(wish, namespace))
+            return error
+        digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
+        digest.update(f"{len(wish.tokens)} {wish.ttl_seconds} {namespace}".encode("utf-8", "surrogatepass"))
+        return GrantedPin(pin.id, digest.digest())
 
-    def keep(self, outcomes: Sequence[GrantedPin | RefusedPin]) -> None:
+    def keep(self, outcomes: Sequence[Outcome]) -> None:
         """The requests run: older pins of the same wishes go."""
         for outcome in outcomes:
             if isinstance(outcome, GrantedPin):
@@ -77,7 +72,7 @@ class RequestPins:
         while len(self._pin_of_wish) > _MAX_REMEMBERED_PINS:
             self._pin_of_wish.popitem(last=False)
 
-    def revoke(self, outcomes: Sequence[GrantedPin | RefusedPin]) -> None:
+    def revoke(self, outcomes: Sequence[Outcome]) -> None:
         """The requests were refused: their pins go, older ones stay."""
         for outcome in outcomes:
             if isinstance(outcome, GrantedPin):
@@ -88,16 +83,18 @@ class RequestPins:
             with contextlib.suppress(UnknownPin):
                 self._cache.unpin(pin_id)
 
-    def describe(self, outcome: GrantedPin | RefusedPin) -> str:
-        """One outcome as text for a header: `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.
+    def describe(self, outcomes: Sequence[Outcome]) -> str:
+        """Outcomes as text for a header, each `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.
 
-        Status: `held`, `partial` (not all of it is held), `pending` (nothing is computed yet; it takes effect
-        as it comes), `too_short` (less than a block), `refused` (with the quota's numbers), `expired`.
+        Status: `held`, `partial` (not all of it is held), `pending` (nothing is computed yet; it takes effect as it
+        comes), `too_short` (less than a block), `refused` (with the quota's numbers), `expired`.
         """
-        if isinstance(outcome, RefusedPin):
-            error = outcome.error
-            needed = f"needed_blocks={error.needed_blocks}; available_blocks={error.available_blocks}"
-            return f"status=refused; {needed}; quota_blocks={error.quota_blocks}"
+        return ", ".join(self._describe(outcome) for outcome in outcomes)
+
+    def _describe(self, outcome: Outcome) -> str:
+        if isinstance(outcome, PinQuotaExceeded):
+            needed = f"needed_blocks={outcome.needed_blocks}; available_blocks={outcome.available_blocks}"
+            return f"status=refused; {needed}; quota_blocks={outcome.quota_blocks}"
         pin = next((pin for pin in self._cache.pins() if pin.id == outcome.pin_id), None)
         if pin is None:
             return f"status=expired; id={outcome.pin_id}"
@@ -106,11 +103,4 @@ class RequestPins:
         status = "held" if wanted else "too_short"
         if pin.num_pinned_tokens < wanted:
             status = "partial" if pin.num_pinned_tokens or pin.is_limited else "pending"
-        numbers = f"num_tokens={pin.num_tokens}; num_pinned_tokens={pin.num_pinned_tokens}"
-        return f"status={status}; id={pin.id}; {numbers}"
-
-
-def _wish_key(wish: PinRequest, namespace: str) -> bytes:
-    digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
-    digest.update(f"{len(wish.tokens)} {wish.ttl_seconds} {namespace}".encode("utf-8", "surrogatepass"))
-    return digest.digest()
+        return f"status={status}; id={pin.id}; num_tokens={pin.num_tokens}; num_pinned_tokens={pin.num_pinned_tokens}"

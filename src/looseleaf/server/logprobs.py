@@ -1,5 +1,4 @@
-"""Log-probabilities in the two shapes of the OpenAI API; joined token texts always equal the text they come
-with."""
+"""Log-probabilities in the two shapes of the OpenAI API; joined token texts always equal the text they come with."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ def token_texts(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> li
     A leading space that `decode` drops stays with the first token; what a stop string cut off is missing from
     the last.
     """
-    if len(token_ids) == 1:
-        return [text]
+    if len(token_ids) < 2:
+        return [text] * len(token_ids)
     whole = tokenizer.decode(token_ids, skip_special_tokens=True)
     lead = 0 if text.startswith(whole[: len(text)]) or not text[1:].startswith(whole[: len(text) - 1]) else 1
     pieces: list[str] = []
@@ -39,7 +38,7 @@ def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[OutputDelta]) -> list[d
     """The `content` list of a chat choice's `logprobs`."""
     entries = []
     for delta in deltas:
-        for text, logprob in zip(_texts(tokenizer, delta), delta.logprobs, strict=True):
+        for text, logprob in zip(token_texts(tokenizer, delta.text, delta.token_ids), delta.logprobs, strict=True):
             top = [
                 _chat_entry(tokenizer.decode([token], skip_special_tokens=False), value)
                 for token, value in zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
@@ -53,14 +52,13 @@ def _chat_entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[OutputDelta], text_offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion choice. `text_offset`: characters of the choice before the first of
-    these tokens."""
+    """The `logprobs` of a completion choice. `text_offset`: characters of the choice before the first of these."""
     tokens: list[str] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
     offsets: list[int] = []
     for delta in deltas:
-        for text, logprob in zip(_texts(tokenizer, delta), delta.logprobs, strict=True):
+        for text, logprob in zip(token_texts(tokenizer, delta.text, delta.token_ids), delta.logprobs, strict=True):
             top: dict[str, float] = {}
             for token, value in zip(logprob.top_token_ids, logprob.top_logprobs, strict=True):
                 top.setdefault(tokenizer.decode([token], skip_special_tokens=False), value)
@@ -70,7 +68,3 @@ def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[OutputDelta], tex
             offsets.append(text_offset)
             text_offset += len(text)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def _texts(tokenizer: Tokenizer, delta: OutputDelta) -> list[str]:
-    return token_texts(tokenizer, delta.text, delta.token_ids) if delta.token_ids else []

@@ -1,0 +1,224 @@
+"""Bodies of requests, as pydantic models. pydantic is used here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import Header
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+
+MAX_LOGPROBS = 20
+
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)\s*", re.ASCII)
+_SECONDS_OF_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+# Fields of other servers that would change the answer and are not known here, with values that are harmless all the
+# same: refused, not ignored.
+_ABSENT: tuple[object, ...] = (None, "", [], {}, False)
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        ("suffix", "logit_bias", "tools", "functions", "function_call", "audio", "min_p", "min_tokens",
+         "stop_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+         "prompt_logprobs", "use_beam_search", "length_penalty", "bad_words", "allowed_token_ids", "prompt_embeds"),
+        _ABSENT,
+    ),
+    "best_of": (*_ABSENT, 1),
+    "response_format": (*_ABSENT, {"type": "text"}),
+    "tool_choice": (*_ABSENT, "none", "auto"),
+}  # fmt: skip
+
+
+def parse_duration(value: object) -> float:
+    """Seconds, above 0, of "24h", "5m", 90 or "90" (seconds), or "in_memory" (five minutes).
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    if value in ("in_memory", "in-memory"):
+        return 300.0
+    seconds = 0.0
+    if isinstance(value, str):
+        if found := _DURATION.fullmatch(value):
+            seconds = float(found[1]) * _SECONDS_OF_UNIT[found[2]]
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value
+    if not 0 < seconds < 1e15:
+        raise ValueError(f'{value!r} is no duration such as "24h", "5m", 90 (seconds) or "in_memory"')
+    return float(seconds)
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+RequestIdText = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
+RequestIdHeader = Annotated[RequestIdText | None, Header(alias="x-request-id")]
+
+
+class CacheControl(BaseModel):
+    """Asks for a pin of the prompt up to here."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["ephemeral"]
+    ttl: Duration = 300.0
+
+
+class TextPart(BaseModel):
+    """A piece of text in a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields besides these (`name`, …) go to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+    cache_control: CacheControl | None = None
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What completions and chat completions have in common; null means the default. Unknown fields are ignored unless
+    they would change the answer.
+
+    Own fields: `request_id` (the engine's id of the request), `cache_salt` (only requests of the same salt share),
+    `prompt_cache_key` (a label of the client's; changes nothing here), `prompt_cache_retention` (asks for a pin of the
+    prompt), `reuse` (false: neither match nor store), `top_k`, `repetition_penalty`, `ignore_eos`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestIdText | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Duration | None = None
+    reuse: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices for each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives wanted at each token; None without log-probabilities."""
+        return None
+
+    @property
+    def wants_usage_event(self) -> bool:
+        """True if there is a stream that is to end with an event that carries the usage."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    def unsupported_field(self) -> str | None:
+        """The first field that is set, would change the answer, and is not supported; None if there is none."""
+        extra: dict[str, Any] = self.model_extra or {}
+        return next((name for name, harmless in _UNSUPPORTED.items() if extra.get(name) not in harmless), None)
+
+
+class CompletionBody(GenerationBody):
+    """Prompts to continue: texts or token ids; one alone is taken as a list of one. `max_tokens` 0 only prefills."""
+
+    prompt: list[str | list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `GenerationBody.num_logprobs`."""
+        return self.logprobs
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _as_list(cls, value: Any, validate: Callable[[Any], list[str | list[int]]]) -> list[str | list[int]]:
+        is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+        try:
+            prompts = validate([value] if is_one else value)
+        except ValidationError:
+            prompts = []
+        if len({type(prompt) for prompt in prompts}) != 1:
+            raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+        return prompts
+
+
+class ChatBody(GenerationBody):
+    """A conversation to continue."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `GenerationBody.num_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class PromptBody(BaseModel):
+    """One prompt: exactly one of `tokens`, `text`, `messages`; `cache_salt` as in the requests that shall share it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tokens: list[int] | None = None
+    text: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    cache_salt: str | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """Which of `tokens`, `text`, `messages` are given."""
+        return [name for name in ("tokens", "text", "messages") if getattr(self, name) is not None]
+
+
+class PinBody(PromptBody):
+    """A pin to make, of a prompt or of a request that ran (`request_id`).
+
+    `partial` grants what fits under the quota; `wait` computes the prompt first; `refresh` counts `ttl_seconds` anew at
+    each use.
+    """
+
+    request_id: str | None = None
+    owner: str = ""
+    level: Literal["hard", "soft"] = "hard"
+    priority: int = 0
+    ttl_seconds: float | None = Field(default=None, gt=0)
+    refresh: bool = False
+    partial: bool = False
+    wait: bool = False
+
+
+class ClearBody(BaseModel):
+    """What to forget: one namespace (`cache_salt`), or without it all that the caller may clear."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    cache_salt: str | None = None
+    include_pins: bool = False
