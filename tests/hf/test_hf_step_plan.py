@@ -71,7 +71,7 @@ def test_decode_slots_end_with_the_own_token(window: int | None) -> None:
         sampled=np.array([0, 1], dtype=np.int32),
         sampling=(),
     )
-    plan = StepPlan.of(
+    plan = StepPlan(
         batch, block_tokens=BLOCK, device=torch.device("cpu"), dtype=torch.float32, keep_exact=True
     ).for_window(window)
     (group,) = plan.decode

@@ -73,7 +73,6 @@ def test_plain_template_where_there_is_none(tokenizer: HFTokenizer) -> None:
     answer.
     """
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert not tokenizer.has_chat_template
     ids = tokenizer.render_chat(messages)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>System: Be brief.\nUser: Hi\nAssistant:"
     closed = tokenizer.render_chat(messages, add_generation_prompt=False)
@@ -83,7 +82,6 @@ def test_plain_template_where_there_is_none(tokenizer: HFTokenizer) -> None:
 def test_the_models_own_template(tokenizer: HFTokenizer) -> None:
     """The tokenizer's template is used where there is one; special tokens are written once, by it."""
     tokenizer._tokenizer.chat_template = STRICT_TEMPLATE
-    assert tokenizer.has_chat_template
     ids = tokenizer.render_chat(
         [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
     )
@@ -125,7 +123,7 @@ def test_load_and_nothing_there(byte_tokenizer: PreTrainedTokenizerFast, tmp_pat
     """A saved tokenizer loads from its folder; an empty folder is a ModelError that names it."""
     byte_tokenizer.save_pretrained(tmp_path / "there")
     loaded = HFTokenizer.load(tmp_path / "there")
-    assert loaded.vocab_size == len(byte_tokenizer)
+    assert loaded.encode("hello") == byte_tokenizer.encode("hello")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="empty"):
         HFTokenizer.load(tmp_path / "empty")

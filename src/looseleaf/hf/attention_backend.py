@@ -1,6 +1,4 @@
-"""How a step's query rows attend to keys and values in blocks. One protocol; the reference reads, then
-calls SDPA.
-"""
+"""How a step's query rows attend to keys and values in blocks. One protocol; the reference reads, then calls SDPA."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from looseleaf.hf.step_plan import DecodeGroup, PrefillChunk, PrefillTile, StepPlan
+from looseleaf.hf.step_plan import DecodeGroup, PrefillChunk, StepPlan
 from looseleaf.tensors import KVMemory
 
 
@@ -18,10 +16,10 @@ from looseleaf.tensors import KVMemory
 class AttentionCall:
     """What one layer asks in one step of T tokens.
 
-    `query` [T, heads, key_dim], `keys` [T, kv_heads, key_dim], `values` [T, kv_heads, value_dim]: the
-    step's own, already written to the memory. `scaling`: factor on the scores (None: key_dim ** -0.5).
-    `window`: a row at position q sees q - window < k <= q (None: all k <= q). `softcap`: scores are
-    squashed to ±softcap. `sinks` [heads]: one more score per head that takes weight and gives nothing.
+    `query` [T, heads, key_dim], `keys` [T, kv_heads, key_dim], `values` [T, kv_heads, value_dim]: the step's own,
+    already written to the memory. `scaling`: factor on the scores (None: key_dim ** -0.5). `window`: a row at position
+    q sees q - window < k <= q (None: all k <= q). `softcap`: scores are squashed to ±softcap. `sinks` [heads]: one more
+    score per head that takes weight and gives nothing.
     """
 
     layer: int
@@ -38,20 +36,15 @@ class AttentionBackend(Protocol):
     """Computes attention over blocks; how is its own business."""
 
     def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
-        """Output [T, heads, value_dim] of every row of the step. Reads `memory`, modifies nothing.
-
-        The caller has written the K and V of all rows of this step before.
-        """
+        """Output [T, heads, value_dim] of every row of the step, whose K and V are written. Modifies nothing."""
         ...
 
 
 class GatherBackend:
-    """Reference: copies the keys and values of each sequence together and calls torch's scaled dot-product
-    attention.
+    """Reference: copies each sequence's keys and values together and calls torch's scaled dot-product attention.
 
-    Any device and dtype. Decode rows of similar length go in one call; query heads that share a K/V head
-    are folded into the row axis, so K and V are never repeated. A prefill chunk is one call where it starts
-    its sequence, else one per tile.
+    Any device and dtype. Decode rows of similar length go in one call; query heads that share a K/V head are folded
+    into the row axis, so K and V are never repeated. A prefill chunk is one call, or one per tile if it needs a mask.
     """
 
     def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
@@ -72,25 +65,13 @@ class GatherBackend:
         keys = stored.keys.view(num_rows, group.num_keys, num_kv_heads, -1).transpose(1, 2)
         values = stored.values.view(num_rows, group.num_keys, num_kv_heads, -1).transpose(1, 2)
         query = call.query.index_select(0, group.rows)
-        num_heads, key_dim = query.shape[1:]
-        folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, key_dim)
-        if call.sinks is not None:  # a sink belongs to a head: heads can't hide among the rows
-            attended = attend_dense(
-                query[:, :, None],
-                keys,
-                values,
-                call,
-                mask=group.mask,
-                causal=False,
-                sinks=call.sinks.view(1, -1, 1, 1),
-            )
-        else:
-            attended = attend_dense(folded, keys, values, call, mask=group.mask, causal=False, sinks=None)
-        return attended.reshape(num_rows, num_heads, -1)
+        # A sink belongs to a head: with sinks, heads can't hide among the rows.
+        num_axis_heads = num_kv_heads if call.sinks is None else query.shape[1]
+        folded = query.view(num_rows, num_axis_heads, -1, query.shape[2])
+        attended = attend_dense(folded, keys, values, call, mask=group.mask, causal=False)
+        return attended.reshape(num_rows, query.shape[1], -1)
 
-    def _prefill(
-        self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor
-    ) -> None:
+    def _prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
         dtype = call.query.dtype
         if chunk.fresh_rows is not None:
             rows = slice(*chunk.fresh_rows)
@@ -98,29 +79,14 @@ class GatherBackend:
         elif chunk.first_slot is not None:
             keys, values = memory.read_run(call.layer, chunk.first_slot, chunk.num_keys, dtype)
         elif chunk.blocks is not None:
-            keys, values = memory.read_blocks(
-                call.layer, chunk.blocks, chunk.skip_tokens, chunk.num_keys, dtype
-            )
+            keys, values = memory.read_blocks(call.layer, chunk.blocks, chunk.skip_tokens, chunk.num_keys, dtype)
+        query, keys, values = (tensor.transpose(0, 1)[None] for tensor in (call.query, keys, values))
         for tile in chunk.tiles:
-            rows = slice(tile.first_row, tile.stop_row)
-            output[rows] = self._tile(call, tile, keys, values)
-
-    def _tile(
-        self, call: AttentionCall, tile: PrefillTile, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        span = slice(tile.first_key, tile.stop_key)
-        query = call.query[tile.first_row : tile.stop_row].transpose(0, 1)[None]
-        sinks = None if call.sinks is None else call.sinks.view(1, -1, 1, 1)
-        attended = attend_dense(
-            query,
-            keys[span].transpose(0, 1)[None],
-            values[span].transpose(0, 1)[None],
-            call,
-            mask=tile.mask,
-            causal=tile.mask is None,
-            sinks=sinks,
-        )
-        return attended[0].transpose(0, 1)
+            rows, span = slice(tile.first_row, tile.stop_row), slice(tile.first_key, tile.stop_key)
+            attended = attend_dense(
+                query[:, :, rows], keys[:, :, span], values[:, :, span], call, mask=tile.mask, causal=tile.mask is None
+            )
+            output[rows] = attended[0].transpose(0, 1)
 
 
 def attend_dense(
@@ -131,46 +97,29 @@ def attend_dense(
     *,
     mask: torch.Tensor | None,
     causal: bool,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of `query` [B, heads, rows, key_dim] over `keys`/`values` [B, kv_heads, n, dim]; output [B,
-    heads, rows, value_dim].
+    """Attention of `query` [B, heads, rows, key_dim] over `keys`, `values` [B, kv_heads, n, dim] as `call` asks.
 
-    `mask` is additive and broadcast to [B, heads, rows, n]. `causal`: row i sees keys 0..i (then rows == n
-    and there is no mask). `sinks` [1, heads, 1, 1].
-    """
-    if call.softcap is None and sinks is None:
-        grouped = query.shape[1] != keys.shape[1]
-        return scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=causal, scale=call.scaling, enable_gqa=grouped
-        )
-    return _attend_by_scores(query, keys, values, call, mask, causal, sinks)
-
-
-def _attend_by_scores(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    call: AttentionCall,
-    mask: torch.Tensor | None,
-    causal: bool,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same with the scores in hand, for what the fused call cannot do: soft caps and sinks. Softmax in
-    float32.
+    Output [B, heads, rows, value_dim]. `mask` is additive and broadcast to [B, heads, rows, n]. `causal`: row i sees
+    keys 0..i (then rows == n and there is no mask). What the fused call cannot do, soft caps and sinks, is computed
+    with the scores in hand, softmax in float32.
     """
     batch, num_heads, num_rows, key_dim = query.shape
     num_kv_heads, num_keys = keys.shape[1:3]
+    if call.softcap is None and call.sinks is None:
+        return scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=call.scaling,
+            enable_gqa=num_heads != num_kv_heads,
+        )
     scale = key_dim**-0.5 if call.scaling is None else call.scaling
-    folded = query.reshape(
-        batch, num_kv_heads, -1, key_dim
-    )  # rows of the heads that share a K/V head, one after the other
-    scores = (
-        torch.matmul(folded, keys.transpose(2, 3))
-        .mul_(scale)
-        .float()
-        .view(batch, num_heads, num_rows, num_keys)
-    )
+    folded = query.reshape(batch, num_kv_heads, -1, key_dim)  # heads that share a K/V head, one after the other
+    scores = torch.matmul(folded, keys.transpose(2, 3)).mul_(scale).float()
+    scores = scores.view(batch, num_heads, num_rows, num_keys)
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if causal:
@@ -178,10 +127,9 @@ def _attend_by_scores(
         scores = scores.masked_fill(hidden, float("-inf"))
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:
-        column = sinks.float().expand(batch, num_heads, num_rows, 1)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1)
+    if call.sinks is not None:
+        column = call.sinks.float().view(1, -1, 1, 1).expand(batch, -1, num_rows, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys]
     weights = weights.to(values.dtype).reshape(batch, num_kv_heads, -1, num_keys)
     return torch.matmul(weights, values).view(batch, num_heads, num_rows, -1)

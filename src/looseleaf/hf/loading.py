@@ -1,6 +1,4 @@
-"""From a name or folder to a transformers model that may be servable: device, dtype, refusals by name,
-facts of the model.
-"""
+"""From a name or folder to a transformers model: device, dtype, refusals by name, facts of the model."""
 
 from __future__ import annotations
 
@@ -15,28 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from looseleaf.errors import ConfigError, ModelError, UnsupportedModel
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Names of `--dtype`."""
 
 STATEFUL_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "gated_delta", "hybrid")
 """Layer types that keep a running state instead of keys and values; a block cannot hold one."""
 
 POSITIONS_THAT_DEPEND_ON_LENGTH = ("dynamic", "longrope")
-"""Rotary kinds whose angles change with the longest sequence of the pass once it exceeds the original
-length.
-"""
+"""Rotary kinds whose angles change with the longest sequence of the pass, beyond the original length."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of `--device`: `auto` takes a CUDA device if there is one, else the CPU.
-
-    Raises:
-        ConfigError: no such device.
-    """
+    """The device of `--device`: `auto` is CUDA if there is any, else the CPU. ConfigError if there is none such."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -49,11 +37,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch dtype of `--dtype`; None for `auto` (what the model was saved in).
-
-    Raises:
-        ConfigError: not one of auto, float32, float16, bfloat16.
-    """
+    """The torch dtype of `--dtype`, None for `auto`. ConfigError if it is none of `DTYPES`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -64,41 +48,31 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def dtype_for(saved: torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    """The dtype of `auto` for a model saved in `saved`: that one, but float32 where half precision is
-    emulated.
+    """The dtype of `auto` for a model saved in `saved`: that one, but float32 where half precision is emulated.
 
-    An x86 processor without AVX-512 multiplies bfloat16 matrices several times slower than float32 ones (6
-    times measured); there the memory for twice the bytes is the smaller price.
+    That is on x86 processors without AVX-512: they multiply bfloat16 matrices several times slower than float32 ones;
+    there the memory for twice the bytes is the smaller price.
     """
-    if saved in (torch.bfloat16, torch.float16) and device.type == "cpu" and emulates_half_precision():
+    is_half_on_x86 = (
+        saved in (torch.bfloat16, torch.float16)
+        and device.type == "cpu"
+        and platform.machine().lower() in ("x86_64", "amd64", "i686")
+    )
+    if is_half_on_x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
         return torch.float32
     return saved
 
 
-def emulates_half_precision() -> bool:
-    """True on x86 processors without AVX-512."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return is_x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-
-
 def set_num_threads(num_threads: int | None) -> int:
-    """Set torch's thread count for this process, once and before the first big operation; gives the count
-    that holds.
+    """Set torch's thread count for this process (None: the processors it may use); gives the count that holds.
 
-    None: the processors this process may use. Set again only if it differs: each change rebuilds thread
-    pools.
+    Only if it differs: each change rebuilds thread pools.
     """
-    wanted = num_threads or available_processors()
-    if torch.get_num_threads() != wanted:
-        torch.set_num_threads(wanted)
-    return wanted
-
-
-def available_processors() -> int:
-    """Processors this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    if num_threads is None:
+        num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    return num_threads
 
 
 def load_model(
@@ -107,8 +81,8 @@ def load_model(
     """Load a decoder-only model from a folder or hub id onto `device`, for inference.
 
     Raises:
-        UnsupportedModel: the architecture cannot be served; found from its configuration, before any weight
-        is read. ModelError: nothing is found there, or it cannot be loaded.
+        UnsupportedModel: its configuration shows that it cannot be served; found before any weight is read.
+        ModelError: nothing is found there, or it cannot be loaded.
     """
     source = str(model_id)
     try:
@@ -141,64 +115,47 @@ def refuse_by_config(config: PretrainedConfig) -> None:
     """Refuse what its configuration already rules out.
 
     Raises:
-        UnsupportedModel: encoder-decoder, or layers that keep a running state (recurrent, convolution,
-        linear attention).
+        UnsupportedModel: encoder-decoder, or layers with a running state (recurrent, convolution, linear attention).
     """
     architecture = architecture_of(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(architecture, "it is an encoder-decoder; only decoder-only models are served")
-    text = config.get_text_config(decoder=True)
-    layer_types = getattr(text, "layer_types", None) or ()
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     stateful = sorted({str(kind) for kind in layer_types if any(word in str(kind) for word in STATEFUL_LAYER_TYPES)})
     if stateful:
         raise UnsupportedModel(
-            architecture,
-            f"its layers of type {', '.join(stateful)} keep a running state, not keys and values",
+            architecture, f"its layers of type {', '.join(stateful)} keep a running state, not keys and values"
         )
 
 
 def refuse_by_signature(model: PreTrainedModel) -> None:
-    """Refuse a model whose forward pass cannot take a packed step.
-
-    Raises:
-        UnsupportedModel: it takes no positions.
-    """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    """Refuse a model whose forward pass cannot take a packed step (UnsupportedModel)."""
+    taken = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "logits_to_keep") if name not in taken]
+    if missing:
         raise UnsupportedModel(
             type(model).__name__,
-            "its forward pass takes no position_ids, so sequences cannot be packed into one pass",
+            f"its forward pass takes no {' and no '.join(missing)}, so sequences cannot be packed into one pass",
         )
 
 
 def max_model_tokens(config: PretrainedConfig) -> int:
-    """Positions the model was made for.
+    """Positions the model was made for; 2048 if it does not say.
 
-    With rotary angles that depend on the length of the pass, the length up to which they do not: beyond it,
-    the keys of one sequence would depend on its neighbours.
+    With rotary angles that depend on the length of the pass, the length up to which they do not: beyond it, the keys of
+    one sequence would depend on its neighbours.
     """
     text = config.get_text_config(decoder=True)
-    limits = [
-        int(value)
-        for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
-        if isinstance(value := getattr(text, name, None), int) and value > 0
-    ]
-    longest = limits[0] if limits else 2048
-    for rotary in _rotary_settings(getattr(text, "rope_parameters", None)):
-        if rotary.get("rope_type") in POSITIONS_THAT_DEPEND_ON_LENGTH:
-            original = rotary.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+    limits = [getattr(text, name, None) for name in names]
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), 2048)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rotary in [parameters] if "rope_type" in parameters else parameters.values():  # one, or one per layer type
+        if isinstance(rotary, Mapping) and rotary.get("rope_type") in POSITIONS_THAT_DEPEND_ON_LENGTH:
+            original = rotary.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None)
             longest = min(longest, original) if isinstance(original, int) else longest
     return longest
-
-
-def _rotary_settings(parameters: object) -> Iterable[Mapping[str, object]]:
-    """The rotary settings in a configuration: one mapping, or one per layer type."""
-    if not isinstance(parameters, Mapping):
-        return ()
-    if "rope_type" in parameters:
-        return (parameters,)
-    return tuple(inner for inner in parameters.values() if isinstance(inner, Mapping))
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from types import TracebackType
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
 from looseleaf.errors import ConfigError, UnsupportedModel
-from looseleaf.hf.attention import PagedAttention, register_attention, unregister_attention
+from looseleaf.hf.attention import PagedAttention
 from looseleaf.hf.attention_backend import AttentionBackend, GatherBackend
 from looseleaf.hf.loading import (
     architecture_of,
@@ -30,9 +29,9 @@ from looseleaf.hf.loading import (
     set_num_threads,
 )
 from looseleaf.hf.sampling import sample
-from looseleaf.hf.selftest import blocks_for, check_against_own_forward, own_answer, sequences_for, widened
+from looseleaf.hf.selftest import check_against_own_forward
 from looseleaf.hf.step_plan import StepPlan
-from looseleaf.tensors import KVMemory, num_blocks_for_bytes
+from looseleaf.tensors import KVMemory, LayerShape, num_blocks_for_bytes
 
 NAME_PREFIX = "looseleaf-"
 """Attention implementations of runners are registered under names that begin so."""
@@ -40,49 +39,48 @@ NAME_PREFIX = "looseleaf-"
 GATHER_BYTES = 1 << 20
 """K and V gathered for one decode group, per thread; about what a core's own caches hold."""
 
-SURVEY_TOKENS = 4
-"""Tokens of the pass that finds out what layers a model has."""
-
 
 @dataclass(frozen=True)
-class MemorySize:
-    """How much KV memory a runner takes: `num_blocks`, or as many whole pages as `kv_memory_bytes` hold."""
+class MemorySettings:
+    """The KV memory a runner takes: `num_blocks`, or as many whole pages as `kv_memory_bytes` hold.
 
-    num_blocks: int | None = None
-    kv_memory_bytes: int | None = None
-    block_tokens: int = 16
-    page_tokens: int = 256
+    `dtype` None: the model's.
+    """
 
-    def blocks(self, bytes_per_token: int) -> int:
-        """Blocks for tokens of `bytes_per_token` bytes.
+    num_blocks: int | None
+    kv_memory_bytes: int | None
+    block_tokens: int
+    page_tokens: int
+    dtype: torch.dtype | None
 
-        Raises:
-            ConfigError: none or both of the two sizes given, or less than a page.
-        """
-        if (self.num_blocks is None) == (self.kv_memory_bytes is None):
+    def allocate(self, layers: list[LayerShape], model: PreTrainedModel) -> KVMemory:
+        """Memory for `layers` where the model is. ConfigError if none or both sizes are given, or less than a page."""
+        dtype = self.dtype or model.dtype
+        if self.num_blocks is not None and self.kv_memory_bytes is None:
+            num_blocks = self.num_blocks
+        elif self.kv_memory_bytes is not None and self.num_blocks is None:
+            token_bytes = sum(layer.numbers_per_token for layer in layers) * dtype.itemsize
+            num_blocks = num_blocks_for_bytes(self.kv_memory_bytes, token_bytes, self.block_tokens, self.page_tokens)
+        else:
             raise ConfigError("give the KV memory either as num_blocks or as kv_memory_bytes")
-        if self.num_blocks is not None:
-            return self.num_blocks
-        return num_blocks_for_bytes(self.kv_memory_bytes or 0, bytes_per_token, self.block_tokens, self.page_tokens)
+        return KVMemory(layers, num_blocks=num_blocks, block_tokens=self.block_tokens, dtype=dtype, device=model.device)
 
 
 class HFRunner:
-    """Runs an unmodified transformers model on keys and values in blocks. Made by `load`; one thread calls
-    it.
+    """Runs an unmodified transformers model on keys and values in blocks. Made by `load`; one thread calls it.
 
-    The model is led to this runner's own attention function by a name registered for it alone, so several
-    runners may live in one process. `close` (or the end of a `with` block) gives the model its former
-    attention back; the memory is freed with the runner, closed or not.
+    The model is led to this runner's own attention function by a name registered for it alone, so several runners may
+    live in one process. `close` (or the end of a `with` block) gives the model its former attention back; the memory is
+    freed with the runner, closed or not. `info`: facts of the model. `memory`: the tensors behind the blocks.
     """
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, memory: KVMemory, info: ModelInfo) -> None:
+        self.info = info
+        self.memory = memory
         self._model = model
         self._attention = attention
-        self._memory = memory
-        self._info = info
-        self._closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
         self._group_tokens = group_tokens_for(memory)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
 
     @classmethod
     def load(
@@ -102,12 +100,11 @@ class HFRunner:
         self_test: bool = True,
         backend: AttentionBackend | None = None,
     ) -> HFRunner:
-        """Load a model from a folder or hub id (or take one that is loaded), give it KV memory, and check
-        that it is served right.
+        """Load a model from a folder or hub id (or take a loaded one), give it KV memory, check how it is served.
 
-        `dtype` is the model's, `kv_dtype` the memory's (auto: the model's). `extra_eos_token_ids` are added
-        to those of the model's configuration; a tokenizer knows more. `self_test=False` skips the check,
-        for a model known to pass. A model that is loaded already stays on its device and in its dtype.
+        `dtype` is the model's, `kv_dtype` the memory's (auto: the model's). `extra_eos_token_ids` are added to those of
+        the model's configuration; a tokenizer knows more. `self_test=False` skips the check, for a model known to pass.
+        A model that is loaded already stays on its device and in its dtype.
 
         Raises:
             UnsupportedModel: this architecture cannot be served; the message names it and what differs.
@@ -117,36 +114,39 @@ class HFRunner:
         set_num_threads(num_threads)
         if isinstance(model, PreTrainedModel):
             refuse_by_config(model.config)
-            loaded = model
         else:
-            loaded = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
-        refuse_by_signature(loaded)
-        size = MemorySize(num_blocks, kv_memory_bytes, block_tokens, page_tokens)
-        attention = PagedAttention(type(loaded).__name__, backend or GatherBackend())
-        return cls._serve(loaded, attention, size, resolve_dtype(kv_dtype), extra_eos_token_ids, self_test)
+            model = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
+        refuse_by_signature(model)
+        attention = PagedAttention(type(model).__name__, backend or GatherBackend())
+        settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, resolve_dtype(kv_dtype))
+        return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test)
 
     @classmethod
     def _serve(
         cls,
         model: PreTrainedModel,
         attention: PagedAttention,
-        size: MemorySize,
-        kv_dtype: torch.dtype | None,
-        extra_eos: Iterable[int],
+        settings: MemorySettings,
+        extra_eos: frozenset[int],
         self_test: bool,
     ) -> HFRunner:
         """Lead the model's attention here, or leave the model as it was if that fails."""
         former = model.config._attn_implementation
         if former.startswith(NAME_PREFIX):
             raise ConfigError("this model is served by another runner already", "close that one first, or load twice")
+        if not model._can_set_attn_implementation():
+            raise UnsupportedModel(
+                type(model).__name__, "its attention is written into the model and cannot be led through blocks"
+            )
         name = f"{NAME_PREFIX}{id(model):x}"
-        register_attention(name, attention)
+        AttentionInterface.register(name, attention)
         try:
-            point_model_at(model, name)
-            survey(model, attention)
-            runner = cls._build(model, attention, size, kv_dtype, extra_eos)
+            model.set_attn_implementation(name)
+            attention.survey(model)
+            memory = settings.allocate([layer.shape for layer in attention.traits], model)
+            runner = cls(model, attention, memory, _facts(model, memory, extra_eos))
             if self_test:
-                runner._check(former, name)
+                check_against_own_forward(model, former, name, attention.traits, memory.block_tokens, runner._compute)
         except BaseException:
             _restore(model, former, name)
             raise
@@ -154,75 +154,10 @@ class HFRunner:
         runner._closer.atexit = False  # at the end of the process nobody calls the model any more
         return runner
 
-    @classmethod
-    def _build(
-        cls,
-        model: PreTrainedModel,
-        attention: PagedAttention,
-        size: MemorySize,
-        kv_dtype: torch.dtype | None,
-        extra_eos: Iterable[int],
-    ) -> HFRunner:
-        shapes = [layer.shape for layer in attention.traits]
-        dtype = kv_dtype or model.dtype
-        bytes_per_token = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
-        memory = KVMemory(
-            shapes,
-            num_blocks=size.blocks(bytes_per_token),
-            block_tokens=size.block_tokens,
-            dtype=dtype,
-            device=model.device,
-        )
-        info = ModelInfo(
-            name=model.config.name_or_path or architecture_of(model.config),
-            vocab_size=int(model.config.get_text_config(decoder=True).vocab_size),
-            max_model_tokens=max_model_tokens(model.config),
-            bytes_per_token=memory.bytes_per_token,
-            eos_token_ids=eos_token_ids(model) | frozenset(extra_eos),
-            kv_layout=_fingerprint(model, memory),
-        )
-        attention.memory = memory
-        return cls(model, attention, memory, info)
-
-    def _check(self, own_attention: str, paged_attention: str) -> None:
-        """Self-test on scratch memory; the runner's own blocks stay untouched."""
-        model, memory, traits = self._model, self._memory, self._attention.traits
-        sequences = sequences_for(model, memory.block_tokens, traits)
-        with widened(model):
-            own = own_answer(model, sequences, memory.block_tokens, own_attention)
-            model.set_attn_implementation(paged_attention)
-            scratch = KVMemory(
-                memory.layers,
-                num_blocks=blocks_for(sequences, memory.block_tokens),
-                block_tokens=memory.block_tokens,
-                dtype=model.dtype,
-                device=memory.device,
-            )
-            self._memory = self._attention.memory = scratch
-            try:
-                check_against_own_forward(model, scratch, self.logits, own, traits)
-            finally:
-                self._memory = self._attention.memory = memory
-
-    @property
-    def info(self) -> ModelInfo:
-        """Facts of the model; constant."""
-        return self._info
-
-    @property
-    def memory(self) -> KVMemory:
-        """The tensors behind the blocks, for transfer to other tiers."""
-        return self._memory
-
     @property
     def num_blocks(self) -> int:
         """Blocks of KV memory; the cache manager must have no more."""
-        return self._memory.num_blocks
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._memory.device
+        return self.memory.num_blocks
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Do the copies, compute the step, sample. See `ModelRunner.execute`.
@@ -230,23 +165,18 @@ class HFRunner:
         Raises:
             IntegrityError: a table or slot points outside the memory, or at tokens never written.
         """
-        chosen = sample(self.logits(batch), batch.sampling)
-        return StepOutput(chosen.token_ids, chosen.logprobs)
+        return sample(self.logits(batch), batch.sampling)
+
+    def logits(self, batch: StepBatch) -> torch.Tensor:
+        """Like `execute`, but give the logits [N, vocab] of the sampled sequences' last tokens."""
+        return self._compute(batch, self.memory)
 
     @torch.inference_mode()
-    def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Do the copies, compute the step, and give the logits [N, vocab] of the sampled sequences' last
-        tokens.
-
-        Raises:
-            IntegrityError: a table or slot points outside the memory, or at tokens never written.
-        """
-        memory = self._memory
+    def _compute(self, batch: StepBatch, memory: KVMemory) -> torch.Tensor:
         memory.copy_blocks(batch.copies)
         memory.mark_written(batch.slots)
-        num_query = np.diff(batch.query_starts)
-        memory.require_written(batch.block_tables, batch.num_context_tokens + num_query)
-        plan = StepPlan.of(
+        memory.require_written(batch.block_tables, batch.num_context_tokens + np.diff(batch.query_starts))
+        plan = StepPlan(
             batch,
             block_tokens=memory.block_tokens,
             device=memory.device,
@@ -255,27 +185,21 @@ class HFRunner:
             group_tokens=self._group_tokens,
         )
         last_rows = batch.query_starts[1:][batch.sampled].astype(np.int64) - 1
-        with self._attention.step(plan):
-            return self._forward(batch, torch.from_numpy(last_rows).to(memory.device))
-
-    def _forward(self, batch: StepBatch, last_rows: torch.Tensor) -> torch.Tensor:
-        device = self._memory.device
-        inputs = {
-            "input_ids": torch.from_numpy(np.ascontiguousarray(batch.token_ids))[None].to(device),
-            "position_ids": torch.from_numpy(np.ascontiguousarray(batch.positions))[None].to(device),
-            "use_cache": False,
-        }
-        if self._keeps_logits:
-            logits: torch.Tensor = self._model(**inputs, logits_to_keep=last_rows).logits
-            return logits[0]
-        every: torch.Tensor = self._model(**inputs).logits
-        return every[0, last_rows]
+        token_ids, positions, rows = (
+            torch.from_numpy(np.ascontiguousarray(array)).to(memory.device)
+            for array in (batch.token_ids, batch.positions, last_rows)
+        )
+        with self._attention.step(plan, memory):
+            out = self._model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        logits: torch.Tensor = out.logits[0]
+        return logits
 
     def close(self) -> None:
         """Give the model its former attention back; nothing can be computed any more. Twice does nothing more."""
         if self._closer is not None:
             self._closer()
-        self._attention.memory = None
 
     def __enter__(self) -> HFRunner:
         return self
@@ -297,49 +221,27 @@ def group_tokens_for(memory: KVMemory) -> int | None:
     return max(1, GATHER_BYTES * torch.get_num_threads() // largest)
 
 
-def point_model_at(model: PreTrainedModel, name: str) -> None:
-    """Make `model` call the attention registered as `name`.
-
-    Raises:
-        UnsupportedModel: the class does not go through the registry.
-    """
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModel(
-            type(model).__name__, "its attention is written into the model and cannot be led through blocks"
-        )
-    model.set_attn_implementation(name)
-
-
-@torch.inference_mode()
-def survey(model: PreTrainedModel, attention: PagedAttention) -> None:
-    """Run a few tokens to see which layers call the attention, with what.
-
-    Raises:
-        UnsupportedModel: no layer calls it, one calls it twice, or the pass fails.
-    """
-    tokens = torch.arange(SURVEY_TOKENS, device=model.device)[None]
-    try:
-        with attention.survey():
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise UnsupportedModel(
-            type(model).__name__, f"a packed pass fails with {type(error).__name__}: {error}"
-        ) from error
-    if not attention.traits:
-        raise UnsupportedModel(type(model).__name__, "no layer calls the registered attention function")
-
-
 def _restore(model: PreTrainedModel, former: str, name: str) -> None:
-    """Undo `point_model_at` and the registration."""
+    """Give the model its former attention back, and unregister ours so that the memory behind it can be freed."""
     if model.config._attn_implementation == name:
         model.set_attn_implementation(former)
-    unregister_attention(name)
+    # There is no public call for it: `register` writes into this mapping of the class.
+    AttentionInterface._global_mapping.pop(name, None)
+
+
+def _facts(model: PreTrainedModel, memory: KVMemory, extra_eos: frozenset[int]) -> ModelInfo:
+    return ModelInfo(
+        name=model.config.name_or_path or architecture_of(model.config),
+        vocab_size=int(model.config.get_text_config(decoder=True).vocab_size),
+        max_model_tokens=max_model_tokens(model.config),
+        bytes_per_token=memory.bytes_per_token,
+        eos_token_ids=eos_token_ids(model) | extra_eos,
+        kv_layout=_fingerprint(model, memory),
+    )
 
 
 def _fingerprint(model: PreTrainedModel, memory: KVMemory) -> str:
-    """Fingerprint of what blocks hold: layout of the memory, the model's configuration and revision, a
-    sample of its weights.
-    """
+    """Fingerprint of what blocks hold: memory layout, configuration and revision of the model, some of its weights."""
     digest = hashlib.sha256(memory.layout.encode())
     config = model.config.to_json_string(use_diff=False)
     digest.update("\n".join(line for line in config.splitlines() if "attn_implementation" not in line).encode())

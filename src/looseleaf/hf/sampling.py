@@ -8,66 +8,51 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from looseleaf.engine.runner import StepOutput
 from looseleaf.engine.sampling import SamplingRow, TokenLogprobs
-from looseleaf.ids import Int32Array, Int64Array
+from looseleaf.ids import Int32Array
 
 MAX_SPAN_TOKENS = 512
-"""Vocabulary entries searched together: a maximum per span is fast in any dtype, while argmax over all is
-slow in bfloat16.
-"""
-
+"""Vocabulary entries searched together: a maximum per span is fast in any dtype, argmax over all slow in bfloat16."""
 
 NUM_CANDIDATES = 512
 """Most likely tokens that are put in order before a draw; nearly every draw falls among them."""
-
 
 PART_NUMBERS = 1 << 19
 """Logits that are sampled together on the CPU: 2 MiB of float32."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Chosen tokens int64 [N], and log-probabilities for the rows that asked (None for the others)."""
-
-    token_ids: Int64Array
-    logprobs: tuple[TokenLogprobs | None, ...]
-
-
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
     """Choose one token per row of `logits` [N, vocab] (any floating dtype) as `rows` [N] ask.
 
-    Greedy rows take the first of the largest logits. Others: penalties, temperature, top-k, top-p, then the
-    inverse of the cumulated probabilities at `uniform` over the tokens kept, most likely first.
-    Log-probabilities are of the model's own distribution, before any of that. Costs one maximum per greedy
-    row; sorting is paid by sampled rows only.
+    Greedy rows take the first of the largest logits. Others: penalties, temperature, top-k, top-p, then the inverse of
+    the cumulated probabilities at `uniform` over the tokens kept, most likely first. Log-probabilities are of the
+    model's own distribution, before any of that. Costs one maximum per greedy row; only sampled rows are sorted.
     """
-    plain = [i for i, row in enumerate(rows) if row.params.is_greedy and not row.params.needs_history]
-    others = [i for i in range(len(rows)) if not (rows[i].params.is_greedy and not rows[i].params.needs_history)]
+    is_plain = [row.params.is_greedy and not row.params.needs_history for row in rows]
+    plain = [i for i, found in enumerate(is_plain) if found]
+    others = [i for i, found in enumerate(is_plain) if not found]
     chosen = np.zeros(len(rows), dtype=np.int64)
     if plain:
-        picked = logits if not others else logits[torch.tensor(plain, device=logits.device)]
+        picked = logits[torch.tensor(plain, device=logits.device)] if others else logits
         chosen[plain] = greedy(picked).cpu().numpy()
     for few in _in_parts(others, logits):
         picked = logits[torch.tensor(few, device=logits.device)].float()
         chosen[few] = _sample_rows(picked, [rows[i] for i in few]).cpu().numpy()
-    asking = [i for i, row in enumerate(rows) if row.params.num_logprobs is not None]
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    for i in asking:
-        logprobs[i] = _logprobs(logits[i], int(chosen[i]), rows[i].params.num_logprobs or 0)
-    return Sampled(chosen, tuple(logprobs))
+    counts = [row.params.num_logprobs for row in rows]
+    logprobs = (None if n is None else _logprobs(logits[i], int(chosen[i]), n) for i, n in enumerate(counts))
+    return StepOutput(chosen, tuple(logprobs))
 
 
 def _in_parts(places: list[int], logits: torch.Tensor) -> list[list[int]]:
     """On the CPU rows are sampled a few at a time, so that their passes stay in its caches; elsewhere all at once."""
-    size = len(places) if logits.device.type != "cpu" else max(1, PART_NUMBERS // logits.shape[-1])
-    return [places[first : first + size] for first in range(0, len(places), size)] if places else []
+    size = len(places) if logits.device.type != "cpu" else PART_NUMBERS // logits.shape[-1]
+    size = max(1, size)
+    return [places[first : first + size] for first in range(0, len(places), size)]
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Index of the first largest entry of each row, int64 [N], for `logits` [N, vocab].
-
-    Finds the best span by its maximum, then searches in that span.
-    """
+    """Index int64 [N] of the first largest entry of each row of `logits` [N, vocab]: the best span, then its best."""
     num_rows, vocab = logits.shape
     whole = vocab // MAX_SPAN_TOKENS * MAX_SPAN_TOKENS
     if whole == 0 or num_rows == 0:
@@ -78,8 +63,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     inside = spans[torch.arange(num_rows, device=logits.device), best_span].argmax(dim=-1)
     index = best_span * MAX_SPAN_TOKENS + inside
     if whole < vocab:
-        tail = logits[:, whole:]
-        tail_best, tail_index = tail.max(dim=-1)
+        tail_best, tail_index = logits[:, whole:].max(dim=-1)
         index = torch.where(tail_best > best_of_span.amax(dim=-1), tail_index + whole, index)
     return index
 
@@ -166,9 +150,9 @@ def inverse_cdf(ordered: torch.Tensor, rows: Sequence[SamplingRow], total: torch
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
     """Apply the penalties of `row` to its `logits` [vocab], in place.
 
-    Repetition (Keskar et al. 2019, CTRL): logits of tokens seen in prompt or output are divided by it if
-    positive, multiplied if negative. Presence and frequency (OpenAI): a constant, and a multiple of the
-    count, off tokens in the output.
+    Repetition (Keskar et al. 2019, CTRL): logits of tokens seen in prompt or output are divided by it if positive,
+    multiplied if negative. Presence and frequency (OpenAI): a constant, and a multiple of the count, off tokens in the
+    output.
     """
     params = row.params
     if params.repetition_penalty != 1.0:
@@ -194,6 +178,6 @@ def _logprobs(logits: torch.Tensor, token_id: int, num_logprobs: int) -> TokenLo
     return TokenLogprobs(
         token_id=token_id,
         logprob=float(scores[token_id] - total),
-        top_token_ids=() if top is None else tuple(int(i) for i in top.indices),
-        top_logprobs=() if top is None else tuple(float(x) for x in (top.values - total)),
+        top_token_ids=() if top is None else tuple(top.indices.tolist()),
+        top_logprobs=() if top is None else tuple((top.values - total).tolist()),
     )

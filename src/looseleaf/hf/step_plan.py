@@ -16,18 +16,16 @@ from looseleaf.ids import Int32Array, Int64Array
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 PREFILL_TILE_TOKENS = 256
-"""Query tokens attended at once when a mask is needed: keys that no row of a tile may see are not even
-read.
-"""
+"""Query tokens attended at once when a mask is needed: keys that no row of a tile may see are not even read."""
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
     """Sequences of one query token each, of similar length, attended in one batch of D.
 
-    `rows` int64 [D]: their tokens in the flat step. `slots` int64 [D * L]: what each may see, oldest first;
-    a shorter row is filled up with its own last slot, so that nothing unwritten is ever read. `mask` [D, 1,
-    1, L]: 0 where a row may look and -inf on the fill; None if all are L long.
+    `rows` int64 [D]: their tokens in the flat step. `slots` int64 [D * num_keys]: what each may see, oldest first; a
+    shorter row is filled up with its own last slot, so that nothing unwritten is ever read. `mask` [D, 1, 1, num_keys]:
+    0 where a row may look and -inf on the fill; None if nothing is filled.
     """
 
     rows: torch.Tensor
@@ -38,8 +36,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Query tokens `first_row : stop_row` of the flat step, which see keys `first_key : stop_key` of their
-    chunk's run of keys.
+    """Query tokens `first_row : stop_row` of the flat step; they see keys `first_key : stop_key` of their chunk.
 
     `mask` [rows, keys] is 0 or -inf; None means causal from the upper left corner (as many keys as rows).
     """
@@ -78,12 +75,11 @@ class AttentionPlan:
 
 @dataclass
 class StepPlan:
-    """A step as the attention sees it. Plans are made when a layer first asks for its window, and kept for
-    the others.
+    """Step `batch` as attention in `dtype` on `device` sees it; plans are kept by window, layer to layer.
 
-    `slots` int64 [T] on the device. `keep_exact`: the memory stores what the model computes, so a sequence
-    that begins in this step may attend to its fresh K and V; otherwise they are read back, so that cold and
-    warm runs see the same numbers.
+    `slots` int64 [T] on the device. `keep_exact`: the memory stores what the model computes, so a sequence that begins
+    in this step may attend to its fresh K and V; otherwise they are read back, so that cold and warm runs see the same
+    numbers. `group_tokens`: see `group_by_length`.
     """
 
     batch: StepBatch
@@ -91,33 +87,18 @@ class StepPlan:
     device: torch.device
     dtype: torch.dtype
     keep_exact: bool
-    slots: torch.Tensor
     group_tokens: int | None = None
+    slots: torch.Tensor = field(init=False)
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        batch: StepBatch,
-        *,
-        block_tokens: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        keep_exact: bool,
-        group_tokens: int | None = None,
-    ) -> StepPlan:
-        """Plan `batch` for attention in `dtype` on `device`."""
-        slots = torch.from_numpy(np.ascontiguousarray(batch.slots)).to(device)
-        return cls(batch, block_tokens, device, dtype, keep_exact, slots, group_tokens)
+    def __post_init__(self) -> None:
+        self.slots = self._tensor(self.batch.slots)
 
     def for_window(self, window: int | None) -> AttentionPlan:
-        """The plan for layers that see the last `window` tokens (q - window < k <= q), or everything
-        (None).
-        """
-        plan = self._plans.get(window)
-        if plan is None:
-            plan = self._plans[window] = self._make(window)
-        return plan
+        """The plan for layers that see the last `window` tokens (q - window < k <= q), or everything (None)."""
+        if window not in self._plans:
+            self._plans[window] = self._make(window)
+        return self._plans[window]
 
     def _make(self, window: int | None) -> AttentionPlan:
         starts = self.batch.query_starts.astype(np.int64)
@@ -140,13 +121,10 @@ class StepPlan:
         slots = np.empty((len(sequences), longest), dtype=np.int64)
         for row, (sequence, stop, count) in enumerate(zip(sequences, num_keys, seen, strict=True)):
             positions = np.arange(stop - count, stop)
-            table = self.batch.block_tables[sequence]
-            slots[row, :count] = slots_of(table, positions, self.block_tokens)
+            slots[row, :count] = slots_of(self.batch.block_tables[sequence], positions, self.block_tokens)
             slots[row, count:] = slots[row, count - 1]
-        mask: torch.Tensor | None = None
-        if int(seen.min()) < longest:
-            filled = np.arange(longest)[None, :] >= seen[:, None]
-            mask = self._additive(filled)[:, None, None, :]
+        filled = np.arange(longest)[None, :] >= seen[:, None]
+        mask = self._additive(filled)[:, None, None, :] if filled.any() else None
         return DecodeGroup(self._tensor(rows), self._tensor(slots.reshape(-1)), longest, mask)
 
     def _prefill_chunk(self, sequence: int, window: int | None) -> PrefillChunk:
@@ -162,8 +140,7 @@ class StepPlan:
         blocks = self.batch.block_tables[sequence][first_block : -(-total // self.block_tokens)]
         skip = oldest - first_block * self.block_tokens
         if (np.diff(blocks) == 1).all():
-            first_slot = int(blocks[0]) * self.block_tokens + skip
-            return PrefillChunk(tiles, total - oldest, None, first_slot, None, skip)
+            return PrefillChunk(tiles, total - oldest, None, int(blocks[0]) * self.block_tokens + skip, None, skip)
         return PrefillChunk(tiles, total - oldest, None, None, self._tensor(blocks.astype(np.int64)), skip)
 
     def _tensor(self, array: Int64Array) -> torch.Tensor:

@@ -21,14 +21,8 @@ PLAIN_CHAT_TEMPLATE = (
 )
 """For tokenizers without a template of their own: one line a turn, `User: …`, then `Assistant:`."""
 
-END_OF_TURN_TOKENS = (
-    "<end_of_turn>",
-    "<turn|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end_of_turn|>",
-    "<|endoftext|>",
-    "</s>",
+END_OF_TURN_TOKENS = frozenset(
+    ["<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<|endoftext|>", "</s>"]
 )
 """Tokens with which chat models end their turn; those that exist as special tokens end a sequence. Tokens that end a
 turn in one format and only a part of it in another are left to the model's generation configuration."""
@@ -43,11 +37,7 @@ class HFTokenizer:
 
     @classmethod
     def load(cls, model_id: str | Path, *, revision: str | None = None) -> HFTokenizer:
-        """Load the tokenizer in a folder or hub id.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """Load the tokenizer in a folder or hub id. ModelError if there is none."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(model_id), revision=revision)
         except (OSError, ValueError, KeyError) as error:
@@ -57,24 +47,11 @@ class HFTokenizer:
         return cls(tokenizer)
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return len(self._tokenizer)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence: the tokenizer's own, and the special tokens that end a turn in known
-        chat formats.
-        """
-        found = {int(token) for token in (self._tokenizer.eos_token_id,) if token is not None}
-        special = self._tokenizer.get_added_vocab()
-        found |= {int(special[text]) for text in END_OF_TURN_TOKENS if text in special}
-        return frozenset(found)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """False if `render_chat` uses the plain default template."""
-        return bool(self._tokenizer.chat_template)
+        """Tokens that end a sequence: the tokenizer's own, and special tokens that end a turn in known chat formats."""
+        added = self._tokenizer.get_added_vocab()
+        found = {self._tokenizer.eos_token_id, *(added.get(text) for text in END_OF_TURN_TOKENS)}
+        return frozenset(int(token) for token in found if token is not None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` what the model expects at the start is added."""
@@ -96,12 +73,11 @@ class HFTokenizer:
         Contents given as lists of `{"type": "text", "text": …}` parts are joined.
 
         Raises:
-            RequestError: a message has no role or a content that is no text, or the template refuses the
-            conversation.
+            RequestError: a message has no role or a content that is no text, or the template refuses them.
         """
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        if not plain:
+        if not messages:
             raise RequestError("a conversation needs at least one message")
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         with self._lock:
             try:
                 text = self._tokenizer.apply_chat_template(
