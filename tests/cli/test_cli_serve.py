@@ -22,6 +22,7 @@ SRC = Path(__file__).parents[2] / "src"
 # The real command over a fake model: what needs torch is replaced, so that it starts at once.
 PROGRAM = """
 import sys
+import time
 import types
 for name in ("demo_model", "runner", "tokenizer"):
     stub = sys.modules["looseleaf.hf." + name] = types.ModuleType("looseleaf.hf." + name)
@@ -33,7 +34,9 @@ from looseleaf.testing.fake_runner import FakeRunner
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
 def load_model(model, memory, progress):
-    memory.cache_config(num_pages=1)
+    progress("loading", 0.5)
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep({loading})
     num_blocks = memory.kv_bytes // 8 // memory.block_tokens
     letters = tuple(range(ord("a"), ord("z") + 1))
     runner = FakeRunner(num_blocks, memory.block_tokens, delay_seconds={delay}, alphabet=letters)
@@ -46,12 +49,12 @@ app()
 
 
 @contextmanager
-def serving(*options: str, delay: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+def serving(*options: str, delay: float = 0.0, loading: float = 0.0) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own; killed at the end if it still runs."""
     command = [
         sys.executable,
         "-c",
-        PROGRAM.format(delay=delay),
+        PROGRAM.format(delay=delay, loading=loading),
         "serve",
         "--port",
         "0",
@@ -59,7 +62,7 @@ def serving(*options: str, delay: float = 0.0) -> Iterator[subprocess.Popen[str]
         "64KiB",
         *options,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -144,6 +147,17 @@ def test_ctrl_c_does_not_wait_for_long_requests() -> None:
             _, err = process.communicate(timeout=30)
         assert process.returncode == 0
         assert "Traceback" not in err, err
+
+
+def test_ctrl_c_while_loading_is_no_traceback() -> None:
+    """Ctrl-C before the server is ready ends the command at once, without a traceback."""
+    with serving("--json", loading=60.0) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode in (1, 130)
+        assert "Traceback" not in err
 
 
 def test_the_admin_key_is_asked_for() -> None:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, in a readable layout."""
+    """One JSON document on stdout, in a readable layout; a reader behind a pipe has it at once."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def stdout_console() -> Console:
