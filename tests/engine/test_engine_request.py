@@ -60,9 +60,6 @@ def test_bad_settings_are_refused(name, value):
 
 
 def test_unknown_setting_names_the_nearest():
-    """An unknown key is a ConfigError with the nearest name."""
+    """An unknown keyword is a ConfigError with the nearest name."""
     with pytest.raises(ConfigError, match="max_step_tokens"):
-        EngineConfig.from_mapping({"max_step_token": 5})
-    assert EngineConfig.from_mapping({"max_step_tokens": 5, "reuse": False}) == EngineConfig(
-        max_step_tokens=5, reuse=False
-    )
+        EngineConfig(max_step_token=5)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from types import TracebackType
 
 from looseleaf.engine.engine import Engine
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta, Usage
@@ -20,8 +19,8 @@ from looseleaf.errors import DuplicateRequest, LifecycleError, LooseleafError, M
 
 
 class _Mailbox:
-    """Deltas of one request between the two threads. The engine's side holds this, never the stream: so a
-    stream that is dropped can be noticed."""
+    """Deltas of one request between the two threads. The engine's side holds this, never the stream: so a stream that
+    is dropped can be noticed."""
 
     __slots__ = ("deltas", "is_complete", "loop", "request_id", "waiter")
 
@@ -35,8 +34,7 @@ class _Mailbox:
     def put(self, delta: OutputDelta) -> None:
         """Engine's thread: add a delta."""
         self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.is_complete = True
+        self.is_complete = delta.finish_reason is not None
 
     def wake(self) -> None:
         """Event loop's thread: let the reader look again."""
@@ -58,19 +56,14 @@ class OutputStream:
     """Async iterator over the deltas of one request; ends after the delta with a `finish_reason`.
 
     Leaving it early ends the request: `aclose()`, `async with`, a cancelled `__anext__`, or dropping the last
-    reference. After the last delta was produced none of these does anything. One reader at a time.
+    reference; after the last delta was produced none of these does anything. One reader at a time.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: str, mailbox: _Mailbox) -> None:
+    def __init__(self, engine: AsyncEngine, mailbox: _Mailbox) -> None:
+        self.request_id = mailbox.request_id
         self._engine = engine
-        self._request_id = request_id
         self._mailbox = mailbox
         self._is_closed = False
-
-    @property
-    def request_id(self) -> str:
-        """The request that this stream belongs to."""
-        return self._request_id
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -95,9 +88,8 @@ class OutputStream:
         raise StopAsyncIteration
 
     def abort(self) -> bool:
-        """End the request at the next step; a last delta with ABORT follows. False if it has ended
-        already."""
-        return not self._is_closed and not self._mailbox.is_complete and self._engine.abort(self._request_id)
+        """End the request at the next step; a last delta with ABORT follows. False if it has ended already."""
+        return not self._is_closed and not self._mailbox.is_complete and self._engine.abort(self.request_id)
 
     async def aclose(self) -> None:
         """Leave: abort unless the last delta was produced. Nothing more is given."""
@@ -106,9 +98,7 @@ class OutputStream:
     async def __aenter__(self) -> OutputStream:
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._leave()
 
     def __del__(self) -> None:
@@ -120,29 +110,19 @@ class OutputStream:
 
 
 class AsyncEngine:
-    """Runs an `Engine` in one thread; the event loop never waits for a step.
+    """Runs an `Engine` in one thread; `with AsyncEngine(engine) as running:` starts and stops it.
 
-    `with AsyncEngine(engine) as running:` starts and stops it.
+    `engine`: the engine inside; its `num_running`, `num_waiting`, `max_model_tokens` may be read from any thread.
+    `failure`: what ended the engine's thread, if it died; None in normal life (also after `stop`).
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.failure: BaseException | None = None
         self._changed = threading.Condition()  # its lock is re-entrant: a stream may be dropped anywhere
         self._mailboxes: dict[str, _Mailbox] = {}
         self._thread: threading.Thread | None = None
         self._is_stopping = False
-        self._failure: BaseException | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine inside: its `num_running`, `num_waiting`, `max_model_tokens` may be read from any
-        thread."""
-        return self._engine
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine's thread, if it died; None in normal life (also after `stop`)."""
-        return self._failure
 
     def start(self) -> None:
         """Start the thread; a second call does nothing.
@@ -158,8 +138,7 @@ class AsyncEngine:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Finish the step that runs, abort what is left (each stream gets a last delta), end the thread.
-        Idempotent."""
+        """Finish the step that runs, abort what is left (each stream gets a last delta), end the thread. Idempotent."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -178,28 +157,26 @@ class AsyncEngine:
         """
         mailbox = _Mailbox(request.request_id)
         with self._changed:
-            if self._failure is not None:
-                raise LifecycleError(f"the engine died: {type(self._failure).__name__}: {self._failure}")
+            if self.failure is not None:
+                raise LifecycleError(f"the engine died: {type(self.failure).__name__}: {self.failure}")
             if self._is_stopping:
                 raise LifecycleError("the engine is stopped")
             if request.request_id in self._mailboxes:  # its last delta is still on the way
                 raise DuplicateRequest(request.request_id)
-            self._engine.add(request)
+            self.engine.add(request)
             self._mailboxes[request.request_id] = mailbox
             self._changed.notify_all()
-        return OutputStream(self, request.request_id, mailbox)
+        return OutputStream(self, mailbox)
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""
-        return self._engine.abort(request_id)
+        return self.engine.abort(request_id)
 
     def __enter__(self) -> AsyncEngine:
         self.start()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     # -- the engine's thread --
@@ -207,7 +184,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._deliver(self._engine.step())
+                self._deliver(self.engine.step())
             self._abort_all()
         except BaseException as error:
             self._die(error)
@@ -215,20 +192,19 @@ class AsyncEngine:
     def _wait_for_work(self) -> bool:
         """Sleep until a request is there; False when it is time to stop."""
         with self._changed:
-            while not self._is_stopping and not self._engine.has_work:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._is_stopping or self.engine.has_work)
             return not self._is_stopping
 
     def _abort_all(self) -> None:
-        for request_id in self._engine.request_ids:
-            self._engine.abort(request_id)
-        self._deliver(self._engine.step())
+        for request_id in self.engine.request_ids:
+            self.engine.abort(request_id)
+        self._deliver(self.engine.step())
 
     def _die(self, error: BaseException) -> None:
         """Tell everybody who waits; the engine's state can't be trusted any more."""
         cause = error if isinstance(error, LooseleafError) else ModelError(f"the engine died: {error!r}")
         with self._changed:
-            self._failure = error
+            self.failure = error
             left = list(self._mailboxes)
         usage = Usage(0, 0, 0)
         self._deliver([OutputDelta(name, "", (), (), FinishReason.ERROR, usage, cause) for name in left])
@@ -253,7 +229,7 @@ class AsyncEngine:
             loop.call_soon_threadsafe(_wake_all, mailboxes)
         except RuntimeError:  # that event loop is closed: nobody reads these any more
             for mailbox in mailboxes:
-                self._engine.abort(mailbox.request_id)
+                self.engine.abort(mailbox.request_id)
 
 
 def _wake_all(mailboxes: list[_Mailbox]) -> None:

@@ -6,30 +6,27 @@ import numpy as np
 
 from looseleaf.engine.runner import StepBatch
 from looseleaf.engine.scheduler import Chunk, StepPlan
-from looseleaf.engine.sequence import Sequence
 from looseleaf.ids import Int32Array, Int64Array
 
 
 def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     """The arrays of `plan`: decodes first (one token each), then chunks, in the plan's order.
 
-    Block tables are read from the leases here, after all reservations; a later commit may change them, so a
-    batch is good for one step.
+    Block tables are read from the leases here, after all reservations; a later commit may change them, so a batch is
+    good for one step.
     """
-    decodes, chunks = plan.decodes, plan.chunks
-    sequences = plan.sequences
-    num_decodes = len(decodes)
-    tables = tuple([_table(sequence) for sequence in sequences])
+    sequences, chunks, num_decodes = plan.sequences, plan.chunks, len(plan.decodes)
+    tables = tuple([sequence.held.block_table for sequence in sequences])
     token_ids, slots = plan.decode_tokens, plan.decode_slots
-    positions = np.array([sequence.num_tokens - 1 for sequence in decodes], np.int64)
+    positions = np.array([sequence.num_tokens - 1 for sequence in plan.decodes], np.int64)
     if chunks:
-        spans = [_chunk_arrays(chunk, tables[num_decodes + i], block_tokens) for i, chunk in enumerate(chunks)]
+        spans = [
+            _chunk_arrays(chunk, table, block_tokens) for chunk, table in zip(chunks, tables[num_decodes:], strict=True)
+        ]
         token_ids = np.concatenate([token_ids, *(span[0] for span in spans)])
         positions = np.concatenate([positions, *(span[1] for span in spans)])
         slots = np.concatenate([slots, *(span[2] for span in spans)])
-    lengths = np.ones(len(sequences) + 1, np.int32)
-    lengths[0] = 0
-    lengths[num_decodes + 1 :] = [chunk.num_tokens for chunk in chunks]
+    lengths = [0, *[1] * num_decodes, *(chunk.end - chunk.start for chunk in chunks)]
     query_starts = np.cumsum(lengths, dtype=np.int32)
     sampled = [*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)]
     return StepBatch(
@@ -43,12 +40,6 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         sampled=np.array(sampled, np.int32),
         sampling=tuple([sequences[i].sampling_row() for i in sampled]),
     )
-
-
-def _table(sequence: Sequence) -> Int32Array:
-    if sequence.lease is None:
-        raise RuntimeError(f"request {sequence.request_id!r} is in a step plan without a lease")
-    return sequence.lease.block_table
 
 
 def _chunk_arrays(chunk: Chunk, table: Int32Array, block_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from looseleaf.core.settings import strict_settings
 from looseleaf.errors import ConfigError
 
 
+@strict_settings
 @dataclass(frozen=True)
 class EngineConfig:
     """How much runs at once.
 
-    `max_running_requests`: requests that hold blocks at the same time; never more than `max_step_tokens`, so
-    that every running request gets at least one token of each step. `max_step_tokens`: tokens computed in one
-    forward pass; longer prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of
-    the model's and the pool's own.
-    `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt +
-    max_tokens at admission (the classical contiguous way); nothing is then ever preempted, and much less
-    fits.
+    `max_running_requests`: requests that hold blocks at the same time; never more than `max_step_tokens`, so that every
+    running request gets at least one token of each step. `max_step_tokens`: tokens computed in one forward pass; longer
+    prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of the model's and the pool's own.
+    `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt + max_tokens
+    at admission (the classical contiguous way); nothing is then ever preempted, and much less fits.
     """
 
     max_running_requests: int = 64
@@ -43,18 +41,3 @@ class EngineConfig:
         for name in ("reuse", "reserve_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-
-    @classmethod
-    def from_mapping(cls, settings: Mapping[str, object]) -> EngineConfig:
-        """The configuration that `settings` describe (a parsed file, say).
-
-        Raises:
-            ConfigError: a key is unknown (the nearest name is given), or a value is outside its range.
-        """
-        known = [field.name for field in fields(cls)]
-        for key in settings:
-            if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known settings: {', '.join(known)}"
-                raise ConfigError(f"unknown engine setting {key!r}", hint)
-        return cls(**settings)  # type: ignore[arg-type]  # values are checked one by one in __post_init__

@@ -1,14 +1,14 @@
 """Token ids to text, one token at a time, never a part of a character.
 
-A token alone often has no text of its own: byte-level tokens hold parts of a UTF-8 character, and
-sentencepiece-like tokens show their leading space only after another token. So new tokens are decoded behind
-a short *window* of tokens that were given out before, and what they add to the window's text is their text:
+A token alone often has no text of its own: byte-level tokens hold parts of a UTF-8 character, and sentencepiece-like
+tokens show their leading space only after another token. So new tokens are decoded behind a short *window* of tokens
+given out before, and what they add to the window's text is their text:
 
     prompt tail / given out          new
     [ window ....................)[ pending ........)     text = decode(window + pending) - decode(window)
 
-Pending tokens are given out together as soon as that text does not end inside a character. What was given out joins
-the window, whose text is then known without decoding it again; only when it has become long is it cut and decoded anew.
+Pending tokens are given out together as soon as that text does not end inside a character. They join the window, whose
+text is then known without decoding; only when it has become long is it cut and decoded anew.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class Detokenizer:
 
     def flush(self) -> TextPiece | None:
         """Give out what is pending, open characters as U+FFFD; None if nothing is."""
-        if not self._pending:
-            return None
-        return self._take_all(self._tokenizer.decode(self._window + self._pending))
+        return self._take_all(self._tokenizer.decode(self._window + self._pending)) if self._pending else None
 
     def _take_all(self, text: str) -> TextPiece:
         """Give out all that is pending; `text` is that of window and pending tokens."""
@@ -75,14 +73,12 @@ class Detokenizer:
 
     def _cut_window(self) -> None:
         """Keep the last tokens that make whole characters; special ones alone would hide the next leading space."""
-        for start in range(len(self._window) - _NUM_WINDOW_TOKENS, 0, -1):
+        shortest = len(self._window) - _NUM_WINDOW_TOKENS
+        for start in (*range(shortest, 0, -1), shortest):  # the last one if none is good
             window = self._window[start:]
             text = self._tokenizer.decode(window)
             if text and not text.startswith(_PARTIAL) and self._window_text.endswith(text):
                 break
-        else:
-            window = self._window[-_NUM_WINDOW_TOKENS:]
-            text = self._tokenizer.decode(window)
         self._window, self._window_text = window, text
 
     def _take_what_cannot_change(self, text: str) -> TextPiece | None:

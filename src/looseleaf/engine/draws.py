@@ -11,12 +11,9 @@ _WORDS_PER_COUNTER = 4
 
 
 class UniformDraws:
-    """`at(position)` equals `sampling.draw_uniform(seed, position)`.
-
-    Why not that function: making a generator costs 10 µs or more; here one generator makes the numbers of 64
-    positions in a row (Philox counts up by one for each block of four words; Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", SC 2011).
-    """
+    """`at(position)` equals `sampling.draw_uniform(seed, position)`, but one generator (it takes 10 µs or more to make)
+    serves 64 positions in a row: Philox counts up by one for each four words (Salmon et al., "Parallel random numbers:
+    as easy as 1, 2, 3", SC 2011)."""
 
     __slots__ = ("_first_position", "_key", "_uniforms")
 

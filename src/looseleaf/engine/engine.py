@@ -10,7 +10,7 @@ from collections.abc import Callable
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.batch_builder import build_batch
 from looseleaf.engine.config import EngineConfig
-from looseleaf.engine.observer import EngineObserver
+from looseleaf.engine.observer import EngineObserver, SilentObserver
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
 from looseleaf.engine.runner import ModelRunner, StepBatch, StepOutput
 from looseleaf.engine.sampling import TokenLogprobs
@@ -23,11 +23,13 @@ from looseleaf.errors import DuplicateRequest, InvalidTokens, LooseleafError, Mo
 class Engine:
     """Continuous batching over paged memory.
 
-    `add` and `abort` may be called from any thread, also while a step runs; `step` from one thread only.
-    `cache` may be shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
+    `add` and `abort` may be called from any thread, also while a step runs; `step` from one thread only. `cache` may be
+    shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
 
-    Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to
-    waiting. Finishing and aborting exclude each other: exactly one last delta comes of every request.
+    Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to waiting.
+    Finishing and aborting exclude each other: exactly one last delta comes of every request.
+
+    `max_model_tokens`: most tokens (prompt + output) of one request, the least of model, configuration and pool.
     """
 
     def __init__(
@@ -43,31 +45,24 @@ class Engine:
         self._cache = cache
         self._runner = runner
         self._tokenizer = tokenizer
-        self._observer = observer
+        self._observer = observer or SilentObserver()
         self._clock = clock
-        self._block_tokens = cache.config.block_tokens
-        self._vocab_size = runner.info.vocab_size
-        self._eos_token_ids = runner.info.eos_token_ids
+        self._info = runner.info
         limits = [
-            (runner.info.max_model_tokens, "positions of the model"),
-            (cache.config.num_pages * cache.config.page_tokens, "tokens of KV memory"),
+            (self._info.max_model_tokens, "positions of the model"),
+            (cache.plan.num_tokens, "tokens of KV memory"),
         ]
         if config.max_model_tokens is not None:
             limits.append((config.max_model_tokens, "max_model_tokens"))
-        self._limit_tokens, self._limited_by = min(limits)
-        self._scheduler = Scheduler(cache, config, self._limit_tokens, clock, self._tell_preempt)
-        # Guards the three below; never held while the model runs. Re-entrant, since dropping a stream aborts,
-        # and the garbage collector may do that anywhere.
+        self.max_model_tokens, self._limited_by = min(limits)
+        self._scheduler = Scheduler(cache, config, self.max_model_tokens, self._observer, clock)
+        # Guards the three below; never held while the model runs. Re-entrant, since dropping a stream aborts, and the
+        # garbage collector may do that anywhere.
         self._lock = threading.RLock()
         self._sequences: dict[str, Sequence] = {}
         self._arriving: deque[Sequence] = deque()
         self._aborting: deque[Sequence] = deque()
-
-    @property
-    def max_model_tokens(self) -> int:
-        """Most tokens (prompt + output) that one request can have: the least of model, configuration and
-        pool."""
-        return self._limit_tokens
+        self._deltas: list[OutputDelta] = []  # what the step that runs gives out
 
     @property
     def has_work(self) -> bool:
@@ -99,16 +94,15 @@ class Engine:
             DuplicateRequest: a live request has this id.
         """
         prompt = request.prompt_tokens
-        highest = int(prompt.max())
-        if highest >= self._vocab_size:
-            raise InvalidTokens(f"token id {highest} is outside the model's vocabulary of {self._vocab_size} tokens")
-        num_needed_tokens = len(prompt) + (1 if request.params.max_tokens else 0)
-        if num_needed_tokens > self._limit_tokens:
-            num_room_tokens = self._limit_tokens - (num_needed_tokens - len(prompt))
-            limited_by = f"{self._limit_tokens} {self._limited_by}"
-            if num_room_tokens < self._limit_tokens:
+        highest, vocab_size = int(prompt.max()), self._info.vocab_size
+        if highest >= vocab_size:
+            raise InvalidTokens(f"token id {highest} is outside the model's vocabulary of {vocab_size} tokens")
+        num_first_tokens = 1 if request.params.max_tokens else 0
+        if len(prompt) + num_first_tokens > self.max_model_tokens:
+            limited_by = f"{self.max_model_tokens} {self._limited_by}"
+            if num_first_tokens:
                 limited_by += ", one of them for the output"
-            raise PromptTooLong(len(prompt), num_room_tokens, limited_by)
+            raise PromptTooLong(len(prompt), self.max_model_tokens - num_first_tokens, limited_by)
         sequence = Sequence(request, self._tokenizer, self._clock())
         with self._lock:
             if request.request_id in self._sequences:
@@ -117,11 +111,8 @@ class Engine:
             self._arriving.append(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a request at the next `step`, whatever its stage; its blocks are then free and its last delta
-        says ABORT.
-
-        True if this call is what ends it; False if it is unknown, finished, or aborted before.
-        """
+        """End a request at the next `step`, whatever its stage; its blocks are then free and its last delta says ABORT.
+        True if this call is what ends it; False if it is unknown, finished, or aborted before."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None or sequence.is_aborted:
@@ -133,156 +124,65 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Do one forward pass; at most one delta per request. Without work it does nothing.
 
-        An exception of the runner ends the requests of this step with ERROR; none of their tokens are
-        committed.
+        An exception of the runner ends the requests of this step with ERROR; none of their tokens are committed.
         """
         started = self._clock()
-        deltas: list[OutputDelta] = []
-        self._take_in(deltas)
+        self._deltas = []
+        self._take_in()
         self._cache.maintain()
-        if not self._sequences:
-            return deltas
+        if self._sequences:
+            self._step(started)
+        return self._deltas
+
+    def _step(self, started: float) -> None:
         plan = self._scheduler.plan()
         for ending in plan.endings:
-            self._finish(deltas, ending.sequence, ending.reason, error=ending.error)
-        if plan.num_tokens == 0:
-            return deltas
-        batch = build_batch(plan, self._block_tokens)
+            self._finish(ending.sequence, ending.reason, error=ending.error)
+        if not plan.sequences:
+            return
+        batch = build_batch(plan, self._cache.plan.block_tokens)
         scheduled = self._clock()
         try:
             output = self._checked(batch, self._runner.execute(batch))
         except Exception as error:  # whatever a model raises must not take down the other requests
-            self._fail(deltas, plan, error)
+            self._fail(plan, error)
         else:
             self._commit(plan)
-            self._give_out(deltas, plan, output)
-        self._tell_step(len(batch.token_ids), started, scheduled)
-        return deltas
+            self._give_out(plan, output)
+        self._observer.on_step(
+            num_scheduled_tokens=len(batch.token_ids),
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            seconds=self._clock() - started,
+            schedule_seconds=scheduled - started,
+        )
 
     # -- intake and ends --
 
-    def _take_in(self, deltas: list[OutputDelta]) -> None:
+    def _take_in(self) -> None:
         """Move what other threads left here to the scheduler: arrivals to the queue, aborted requests out."""
         with self._lock:
             arriving, self._arriving = self._arriving, deque()
             aborting, self._aborting = self._aborting, deque()
-        for sequence in arriving:
-            if not sequence.is_aborted:
-                self._scheduler.enqueue(sequence)
+        self._scheduler.waiting.extend(sequence for sequence in arriving if not sequence.is_aborted)
         for sequence in aborting:
-            self._finish(deltas, sequence, FinishReason.ABORT)
+            self._finish(sequence, FinishReason.ABORT)
 
     def _finish(
-        self,
-        deltas: list[OutputDelta],
-        sequence: Sequence,
-        reason: FinishReason,
-        given: GivenOut = NOTHING,
-        error: LooseleafError | None = None,
+        self, sequence: Sequence, reason: FinishReason, given: GivenOut = NOTHING, error: LooseleafError | None = None
     ) -> None:
-        """Release, forget, and write the last delta; if the request was aborted meanwhile, that abort ends
-        it instead."""
+        """Release, forget, and write the last delta; if the request was aborted meanwhile, that abort ends it."""
         with self._lock:
-            if sequence.is_aborted and reason is not FinishReason.ABORT:
-                return
-            if self._sequences.get(sequence.request_id) is not sequence:
+            is_left_to_abort = sequence.is_aborted and reason is not FinishReason.ABORT
+            if is_left_to_abort or self._sequences.get(sequence.request_id) is not sequence:
                 return
             del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        if reason is FinishReason.LENGTH and given is NOTHING:
-            given = sequence.output.flush()
-        deltas.append(self._delta(sequence, given, reason, error))
-        self._tell_finish(sequence, reason)
-
-    # -- after the model ran --
-
-    def _checked(self, batch: StepBatch, output: StepOutput) -> StepOutput:
-        num_sampled, ids = len(batch.sampled), output.token_ids
-        if len(ids) != num_sampled or len(output.logprobs) != num_sampled:
-            raise ModelError(f"the model runner gave {len(ids)} tokens where {num_sampled} were asked for")
-        if num_sampled and (ids.min() < 0 or ids.max() >= self._vocab_size):
-            raise ModelError(f"the model runner gave a token outside the vocabulary of {self._vocab_size} tokens")
-        return output
-
-    def _fail(self, deltas: list[OutputDelta], plan: StepPlan, error: Exception) -> None:
-        if not isinstance(error, LooseleafError):
-            cause = error
-            error = ModelError(f"the model failed in this step: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-        for sequence in plan.sequences:
-            self._finish(deltas, sequence, FinishReason.ERROR, error=error)
-
-    def _commit(self, plan: StepPlan) -> None:
-        """What the step computed is written: make it shareable, but for requests that were aborted
-        meanwhile."""
-        decoded = [sequence for sequence in plan.decodes if not sequence.is_aborted]
-        if decoded:
-            self._cache.commit_many([sequence.lease for sequence in decoded if sequence.lease is not None])
-        for sequence in decoded:
-            sequence.num_computed_tokens = sequence.num_tokens
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if sequence.lease is not None and not sequence.is_aborted:
-                sequence.lease.commit(chunk.end)
-                sequence.num_computed_tokens = chunk.end
-                sequence.is_decoding = chunk.is_sampled
-
-    def _give_out(self, deltas: list[OutputDelta], plan: StepPlan, output: StepOutput) -> None:
-        sampled = plan.decodes + [chunk.sequence for chunk in plan.chunks if chunk.is_sampled]
-        for sequence, token, logprobs in zip(sampled, output.token_ids.tolist(), output.logprobs, strict=True):
-            if not sequence.is_aborted:
-                self._advance(deltas, sequence, token, logprobs)
-        for chunk in plan.chunks:
-            if chunk.is_last and not chunk.is_sampled:
-                self._finish(deltas, chunk.sequence, FinishReason.LENGTH)
-
-    def _advance(
-        self, deltas: list[OutputDelta], sequence: Sequence, token: int, logprobs: TokenLogprobs | None
-    ) -> None:
-        """One new token of one request: append it, and finish or give out what it makes readable."""
-        params = sequence.request.params
-        sequence.append(token)
-        if sequence.num_output_tokens == 1:
-            self._tell_first_token(sequence)
-        if token in self._eos_token_ids and not params.ignore_eos:
-            self._finish(deltas, sequence, FinishReason.STOP, sequence.output.flush())
-            return
-        given = sequence.output.push(token, logprobs)
-        if given.is_stopped:
-            self._finish(deltas, sequence, FinishReason.STOP, given)
-        elif sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self._limit_tokens:
+        if reason is FinishReason.LENGTH:
             rest = sequence.output.flush()
-            reason = FinishReason.STOP if rest.is_stopped else FinishReason.LENGTH
-            self._finish(deltas, sequence, reason, given.joined(rest))
-        elif given is not NOTHING:
-            deltas.append(self._delta(sequence, given, None, None))
-
-    def _delta(
-        self, sequence: Sequence, given: GivenOut, reason: FinishReason | None, error: LooseleafError | None
-    ) -> OutputDelta:
-        return OutputDelta(
-            sequence.request_id, given.text, given.token_ids, given.logprobs, reason, sequence.usage, error
-        )
-
-    # -- figures --
-
-    def _tell_step(self, num_scheduled_tokens: int, started: float, scheduled: float) -> None:
-        if self._observer is not None:
-            self._observer.on_step(
-                num_scheduled_tokens=num_scheduled_tokens,
-                num_running=self.num_running,
-                num_waiting=self.num_waiting,
-                seconds=self._clock() - started,
-                schedule_seconds=scheduled - started,
-            )
-
-    def _tell_first_token(self, sequence: Sequence) -> None:
-        if self._observer is not None:
-            self._observer.on_first_token(seconds=self._clock() - sequence.added_seconds)
-
-    def _tell_finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if self._observer is None:
-            return
+            given = given.joined(rest)
+            reason = FinishReason.STOP if rest.is_stopped else reason
+        self._give(sequence, given, reason, error)
         now, usage = self._clock(), sequence.usage
         admitted = now if sequence.admitted_seconds is None else sequence.admitted_seconds
         self._observer.on_finish(
@@ -294,6 +194,67 @@ class Engine:
             queue_seconds=admitted - sequence.added_seconds,
         )
 
-    def _tell_preempt(self, num_lost_tokens: int) -> None:
-        if self._observer is not None:
-            self._observer.on_preempt(num_lost_tokens=num_lost_tokens)
+    # -- after the model ran --
+
+    def _checked(self, batch: StepBatch, output: StepOutput) -> StepOutput:
+        num_sampled, ids = len(batch.sampled), output.token_ids
+        if len(ids) != num_sampled or len(output.logprobs) != num_sampled:
+            raise ModelError(f"the model runner gave {len(ids)} tokens where {num_sampled} were asked for")
+        vocab_size = self._info.vocab_size
+        if num_sampled and (ids.min() < 0 or ids.max() >= vocab_size):
+            raise ModelError(f"the model runner gave a token outside the vocabulary of {vocab_size} tokens")
+        return output
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        if not isinstance(error, LooseleafError):
+            cause = error
+            error = ModelError(f"the model failed in this step: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        for sequence in plan.sequences:
+            self._finish(sequence, FinishReason.ERROR, error=error)
+
+    def _commit(self, plan: StepPlan) -> None:
+        """What the step computed is written: make it shareable, but for requests that were aborted meanwhile."""
+        decoded = [sequence.held for sequence in plan.decodes if not sequence.is_aborted]
+        if decoded:
+            self._cache.commit_many(decoded)
+        for chunk in plan.chunks:
+            if not chunk.sequence.is_aborted:
+                chunk.sequence.held.commit(chunk.end)
+                chunk.sequence.is_decoding = chunk.is_sampled
+
+    def _give_out(self, plan: StepPlan, output: StepOutput) -> None:
+        sampled = plan.decodes + [chunk.sequence for chunk in plan.chunks if chunk.is_sampled]
+        for sequence, token, logprobs in zip(sampled, output.token_ids.tolist(), output.logprobs, strict=True):
+            if not sequence.is_aborted:
+                self._advance(sequence, token, logprobs)
+        for chunk in plan.chunks:
+            if chunk.end == chunk.sequence.num_tokens and not chunk.is_sampled:  # a prefill with nothing to generate
+                self._finish(chunk.sequence, FinishReason.LENGTH)
+
+    def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """One new token of one request: append it, and finish or give out what it makes readable."""
+        params = sequence.request.params
+        sequence.append(token)
+        if sequence.num_output_tokens == 1:
+            self._observer.on_first_token(seconds=self._clock() - sequence.added_seconds)
+        if token in self._info.eos_token_ids and not params.ignore_eos:
+            self._finish(sequence, FinishReason.STOP, sequence.output.flush())
+            return
+        given = sequence.output.push(token, logprobs)
+        if given.is_stopped:
+            self._finish(sequence, FinishReason.STOP, given)
+        elif sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self.max_model_tokens:
+            self._finish(sequence, FinishReason.LENGTH, given)
+        elif given is not NOTHING:
+            self._give(sequence, given)
+
+    def _give(
+        self,
+        sequence: Sequence,
+        given: GivenOut,
+        reason: FinishReason | None = None,
+        error: LooseleafError | None = None,
+    ) -> None:
+        text, tokens, logprobs, usage = given.text, given.token_ids, given.logprobs, sequence.usage
+        self._deltas.append(OutputDelta(sequence.request_id, text, tokens, logprobs, reason, usage, error))

@@ -1,5 +1,4 @@
-"""What the engine tells whoever measures it: primitive values by keyword, so that no import is needed to
-implement it."""
+"""What the engine tells whoever measures it: primitive values by keyword, so that implementing it needs no import."""
 
 from __future__ import annotations
 
@@ -13,11 +12,9 @@ class EngineObserver(Protocol):
         self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
     ) -> None:
         """One forward pass is done: `seconds` in all, `schedule_seconds` of it before the model ran."""
-        ...
 
     def on_first_token(self, *, seconds: float) -> None:
         """A request got its first token, `seconds` after it was added."""
-        ...
 
     def on_finish(
         self,
@@ -29,10 +26,15 @@ class EngineObserver(Protocol):
         seconds: float,
         queue_seconds: float,
     ) -> None:
-        """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first
-        admission."""
-        ...
+        """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first admission."""
 
     def on_preempt(self, *, num_lost_tokens: int) -> None:
         """A running request gave its blocks back; `num_lost_tokens` were computed and held by it."""
-        ...
+
+
+class SilentObserver:
+    """Implements `EngineObserver` by doing nothing."""
+
+    def _ignore(self, **values: object) -> None: ...
+
+    on_step = on_first_token = on_finish = on_preempt = _ignore

@@ -32,9 +32,9 @@ class FinishReason(str, Enum):
 class GenerationRequest:
     """One prompt to continue.
 
-    `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the
-    prefix tree that it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a
-    prefill: no token is generated, the full blocks of the prompt are cached.
+    `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the prefix tree
+    that it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a prefill: no token is
+    generated, the full blocks of the prompt are cached.
     """
 
     request_id: RequestId
@@ -59,14 +59,10 @@ class GenerationRequest:
         """
         if not request_id:
             raise RequestError("the request id is empty", "give each request an id of its own")
-        for name, value in (
-            ("request_id", request_id),
-            ("prompt_tokens", as_token_array(prompt_tokens)),
-            ("params", params),
-            ("namespace", namespace),
-            ("reuse", reuse),
-        ):
-            object.__setattr__(self, name, value)
+        prompt = as_token_array(prompt_tokens)  # set through __dict__, since the class is frozen
+        self.__dict__.update(
+            request_id=request_id, prompt_tokens=prompt, params=params, namespace=namespace, reuse=reuse
+        )
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,7 @@ class Usage:
     """Tokens of one request up to now.
 
     `num_cached_tokens`: prompt tokens found in the cache at the first admission (0 before it, at most
-    `num_prompt_tokens - 1`). `num_output_tokens`: tokens generated, those of a stop string and the end token
-    included.
+    `num_prompt_tokens - 1`). `num_output_tokens`: tokens generated, with those of a stop string and the end token.
     """
 
     num_prompt_tokens: int
@@ -87,11 +82,10 @@ class Usage:
 class OutputDelta:
     """What one step adds to one request.
 
-    `text` is the decoded text of `token_ids`, exactly: text that waits (a character not whole yet, a possible
-    stop string) keeps its tokens back too. The one exception: the token in which a stop string begins is
-    given with the text before it. End tokens and tokens of a stop string are not given. `logprobs` has an
-    entry for each of `token_ids` if the request asked for them, else it is empty. The last delta of a request
-    has `finish_reason`; `error` comes with ERROR.
+    `text` is the decoded text of `token_ids`, exactly: text that waits (a character not whole yet, a possible stop
+    string) keeps its tokens back too. The one exception: the token in which a stop string begins is given with the text
+    before it. End tokens and tokens of a stop string are not given. `logprobs`: one for each of `token_ids` if asked
+    for, else empty. The last delta of a request has `finish_reason`; `error` comes with ERROR.
     """
 
     request_id: RequestId

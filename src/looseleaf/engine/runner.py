@@ -69,19 +69,14 @@ class ModelRunner(Protocol):
     """A model whose keys and values live in blocks.
 
     Guarantees of the caller: calls come one at a time, from one thread; every slot of `batch.slots` belongs to that
-    sequence alone; block ids are below `num_blocks` given at construction. The runner modifies only the slots named and the targets
-    of `copies`.
+    sequence alone; block ids are below `num_blocks` given at construction. The runner modifies only the slots named and
+    the targets of `copies`.
     """
 
     @property
     def info(self) -> ModelInfo:
         """Facts of the model; constant."""
-        ...
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Do the copies, compute the step, sample.
-
-        Raises whatever the model raises; the engine then fails the requests of this step, and none of their tokens are
-        committed.
-        """
-        ...
+        """Do the copies, compute the step, sample. Raises whatever the model raises; the engine then fails the requests
+        of this step, and none of their tokens are committed."""

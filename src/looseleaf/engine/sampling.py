@@ -65,11 +65,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One sampled sequence of a step.
-
-    `uniform` is the random number in [0, 1) of this draw (inverse-CDF sampling over the kept tokens, most likely first).
-    `prompt_tokens` and `output_tokens` are int32 arrays, empty unless `params.needs_history`.
-    """
+    """One sampled sequence of a step. `uniform`: the random number in [0, 1) of the draw (inverse-CDF sampling over the
+    kept tokens, most likely first). `prompt_tokens`, `output_tokens`: int32, empty unless `params.needs_history`."""
 
     params: SamplingParams
     uniform: float

@@ -1,10 +1,9 @@
 """What to compute in the next step, and who may hold blocks.
 
-Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows),
-then admissions, first come first served. A request is admitted when its whole known sequence and one token
-more can be reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest
-arrival gives its blocks back (preemption by recompute) and goes to the front of the queue, which so stays in
-order of arrival:
+Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows), then
+admissions, first come first served. A request is admitted when its whole known sequence and one token more can be
+reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest arrival gives its
+blocks back (preemption by recompute) and goes to the front of the queue, which so stays in order of arrival:
 
     running, by arrival            waiting, by arrival
     [ 1  2  5  6 ......... k ]     [ k+1 (preempted)  k+2 (preempted)  k+3  k+4 ...]
@@ -20,6 +19,7 @@ import numpy as np
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
+from looseleaf.engine.observer import EngineObserver
 from looseleaf.engine.request import FinishReason
 from looseleaf.engine.sequence import Sequence
 from looseleaf.errors import LooseleafError, OutOfBlocks
@@ -30,22 +30,13 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start : end` of a sequence's known tokens, to compute in one step.
-
-    `is_last`: they are the last ones known, so the next token could be sampled; `is_sampled`: and it is
-    wanted.
-    """
+    """Tokens `start : end` (at least one) of a sequence's known tokens, to compute in one step. `is_sampled`: they are
+    the last ones known, and the next token is wanted."""
 
     sequence: Sequence
     start: int
     end: int
-    is_last: bool
     is_sampled: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute, at least 1."""
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,7 @@ class Ending:
 
 @dataclass
 class StepPlan:
-    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in
-    both.
+    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
 
     `decode_tokens`, `decode_slots`: int64 [len(decodes)], the tokens to compute and where their K and V go.
     """
@@ -72,11 +62,6 @@ class StepPlan:
     endings: list[Ending] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
-
-    @property
     def sequences(self) -> list[Sequence]:
         """All sequences of the step, decodes first: the rows of the batch."""
         return self.decodes + [chunk.sequence for chunk in self.chunks]
@@ -85,7 +70,7 @@ class StepPlan:
 class Scheduler:
     """Queue, running set and their leases. Used from the engine's thread only.
 
-    `limit_tokens`: most tokens of one sequence. `on_preempt(num_lost_tokens)` is called for each preemption.
+    `limit_tokens`: most tokens of one sequence. New requests are put at the end of `waiting`.
     """
 
     def __init__(
@@ -93,27 +78,22 @@ class Scheduler:
         cache: CacheManager,
         config: EngineConfig,
         limit_tokens: int,
+        observer: EngineObserver,
         clock: Callable[[], float],
-        on_preempt: Callable[[int], None],
     ) -> None:
         self._cache = cache
         self._config = config
         self._limit_tokens = limit_tokens
+        self._observer = observer
         self._clock = clock
-        self._on_preempt = on_preempt
         self._max_running = min(config.max_running_requests, config.max_step_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """Put a new request at the end of the queue."""
-        self.waiting.append(sequence)
-
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of queue or running set and release what it holds; nothing happens if it is in
-        neither."""
+        """Take a sequence out of queue or running set, if it is in one, and release what it holds."""
         if sequence.lease is not None:
-            self._release(sequence)
+            sequence.give_back()
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -121,8 +101,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step: appends the tokens of decodes to their leases, makes and releases leases.
 
-        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing
-        runs, heads of the queue that can't be admitted end with ERROR until one can.
+        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing runs, heads
+        of the queue that can't be admitted end with ERROR until one can.
         """
         plan = StepPlan()
         self._plan_decodes(plan)
@@ -134,16 +114,11 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Give every decoding sequence room for its newest token, preempting latest arrivals until that
-        works."""
-        while True:
-            decodes = [sequence for sequence in self.running if sequence.is_decoding]
-            if not decodes:
-                return
-            leases = [sequence.lease for sequence in decodes if sequence.lease is not None]
+        """Give every decoding sequence room for its newest token, preempting latest arrivals until that works."""
+        while decodes := [sequence for sequence in self.running if sequence.is_decoding]:
             tokens = np.array([sequence.last_token for sequence in decodes], np.int64)
             try:
-                plan.decode_slots = self._cache.append_many(leases, tokens)
+                plan.decode_slots = self._cache.append_many([sequence.held for sequence in decodes], tokens)
             except OutOfBlocks:
                 self._make_room(plan)
             else:
@@ -151,31 +126,21 @@ class Scheduler:
                 return
 
     def _make_room(self, plan: StepPlan) -> None:
-        victim = self.running[-1]
-        if len(self.running) == 1:  # alone: recomputing would end at the same place
-            self._release(victim)
-            self.running.clear()
+        victim = self.running.pop()
+        num_lost_tokens = victim.held.num_committed_tokens
+        victim.give_back()
+        if self.running:
+            self.waiting.appendleft(victim)
+            self._observer.on_preempt(num_lost_tokens=num_lost_tokens)
+        else:  # alone: recomputing would end at the same place
             plan.endings.append(Ending(victim, FinishReason.LENGTH))
-            return
-        num_lost_tokens = victim.num_computed_tokens
-        self._release(victim)
-        self.running.pop()
-        self.waiting.appendleft(victim)
-        self._on_preempt(num_lost_tokens)
-
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.lease is not None:
-            sequence.lease.release()
-        sequence.lease = None
-        sequence.num_computed_tokens = 0
-        sequence.is_decoding = False
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        start = sequence.num_computed_tokens
+        """Add what is not computed yet, up to `budget` tokens; how many these are."""
+        start = sequence.held.num_committed_tokens
         end = min(sequence.num_tokens, start + budget)
-        is_last = end == sequence.num_tokens
-        is_sampled = is_last and sequence.request.params.max_tokens > 0
-        plan.chunks.append(Chunk(sequence, start, end, is_last, is_sampled))
+        is_sampled = end == sequence.num_tokens and sequence.request.params.max_tokens > 0
+        plan.chunks.append(Chunk(sequence, start, end, is_sampled))
         return end - start
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -185,12 +150,11 @@ class Scheduler:
                 if not self._try_admit(sequence, must=not self.running):
                     return
             except LooseleafError as error:
-                self.waiting.popleft()
                 plan.endings.append(Ending(sequence, FinishReason.ERROR, error))
-                continue
+            else:
+                self.running.append(sequence)
+                budget -= self._add_chunk(plan, sequence, budget)
             self.waiting.popleft()
-            self.running.append(sequence)
-            budget -= self._add_chunk(plan, sequence, budget)
 
     def _try_admit(self, sequence: Sequence, must: bool) -> bool:
         """Match, hold and reserve all that the sequence needs, or nothing.
@@ -212,37 +176,32 @@ class Scheduler:
         )
         sequence.is_counted = True
         try:
-            if must:
-                lease.reserve(num_wanted_tokens)
-            elif not lease.try_reserve(num_wanted_tokens):
-                lease.release()
-                return False
-        except LooseleafError:
+            lease.reserve(num_wanted_tokens)
+        except LooseleafError as error:
             lease.release()
-            raise
+            if must or not isinstance(error, OutOfBlocks):
+                raise
+            return False
         sequence.lease = lease
-        sequence.num_computed_tokens = lease.num_cached_tokens
         if sequence.admitted_seconds is None:
             sequence.admitted_seconds = self._clock()
             sequence.num_cached_tokens = lease.num_cached_tokens
         return True
 
     def _may_fit(self, sequence: Sequence, num_wanted_tokens: int, reuse: bool) -> bool:
-        """False if a lease would be in vain: read-only, so that those who wait touch neither statistics nor
-        the eviction order. (True is no promise: what matches may itself be what is evictable.)
+        """False if a lease would be in vain: read-only, so that those who wait touch neither statistics nor the
+        eviction order. (True is no promise: what matches may itself be what is evictable.)
 
-        One block for each running request must stay to be had, so that what is admitted now does not give way in
-        the next steps. Measured with 64 requests over a pool for 22: 44% of the tokens were computed again without
-        this, 24% with it, in as many steps.
+        One block for each running request must stay to be had, so that what is admitted now does not give way in the
+        next steps. Measured with 64 requests over a pool for 22: 44% of the tokens were computed again without this,
+        24% with it, in as many steps.
         """
         stats = self._cache.stats()
         num_headroom_blocks = 0 if self._config.reserve_output else len(self.running)
         num_available_blocks = stats.free_blocks + stats.evictable_blocks - num_headroom_blocks
         num_wanted_blocks = -(-num_wanted_tokens // stats.block_tokens)
-        if num_wanted_blocks <= num_available_blocks:
-            return True
-        if not reuse:
-            return False
+        if num_wanted_blocks <= num_available_blocks or not reuse:
+            return num_wanted_blocks <= num_available_blocks
         match = self._cache.match(sequence.tokens, namespace=sequence.request.namespace)
         return num_wanted_blocks - match.num_tokens // stats.block_tokens <= num_available_blocks
 

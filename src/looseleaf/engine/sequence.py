@@ -1,5 +1,4 @@
-"""One request inside the engine: its tokens, how far they are computed, and the text that waits to be given
-out."""
+"""One request inside the engine: its tokens, what it holds, and the text that waits to be given out."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _NUM_PROMPT_TAIL_TOKENS = 8
 
 @dataclass(frozen=True)
 class GivenOut:
-    """What the text buffer gives out: the tokens, their text and their log-probabilities (empty if not asked
-    for)."""
+    """What the text buffer gives out: tokens, their text and their log-probabilities (empty if not asked for)."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -46,8 +44,7 @@ NOTHING = GivenOut()
 
 
 class OutputText:
-    """Generated tokens on their way out: text, tokens and log-probabilities are held back together or not at
-    all."""
+    """Generated tokens on their way out: text, tokens and log-probabilities are held back together or not at all."""
 
     __slots__ = ("_detokenizer", "_logprobs", "_stops", "_tokens")
 
@@ -69,11 +66,8 @@ class OutputText:
         return self._take(given, is_stopped)
 
     def flush(self) -> GivenOut:
-        """Give out all that is held: the sequence has ended. An open character may complete a stop string
-        still."""
-        piece = self._detokenizer.flush()
-        if piece is None:
-            return self._take(self._stops.flush(), False)
+        """Give out all that is held: the sequence has ended. An open character may complete a stop string still."""
+        piece = self._detokenizer.flush() or TextPiece(0, "")
         given, is_stopped = self._stops.push(piece)
         if not is_stopped:
             rest = self._stops.flush()
@@ -84,52 +78,27 @@ class OutputText:
         num_tokens, text = piece
         if num_tokens == 0 and not is_stopped:
             return NOTHING
-        if num_tokens == len(self._tokens):
-            given = GivenOut(text, tuple(self._tokens), tuple(self._logprobs), is_stopped)
-            self._tokens, self._logprobs = [], []
-            return given
         given = GivenOut(text, tuple(self._tokens[:num_tokens]), tuple(self._logprobs[:num_tokens]), is_stopped)
-        if is_stopped:
-            self._tokens.clear()
-            self._logprobs.clear()
-        else:
-            del self._tokens[:num_tokens]
-            del self._logprobs[:num_tokens]
+        del self._tokens[:num_tokens], self._logprobs[:num_tokens]
         return given
 
 
 class Sequence:
     """State of one request; made at `add`, owned by the engine's thread from the next step on.
 
-        prompt and generated tokens       [0 ............ num_prompt_tokens ............ num_tokens)
-        K and V are in blocks and committed  [0 .... num_computed_tokens)
+        prompt and generated tokens          [0 ............ num_prompt_tokens ............ num_tokens)
+        K and V are in blocks and committed  [0 .... lease.num_committed_tokens)
 
-    It owns a lease exactly while it runs: `lease is None` for all that wait (a waiting request owns no
-    blocks).
-    `last_token`: the newest token, which the next decode step computes.
-    `is_counted`: its look-up is in the cache's statistics already.
-    `is_decoding`: all tokens but the last one are computed, so each step computes one more.
+    It owns a `lease` exactly while it runs: one that waits owns no blocks. `last_token`: the newest token, which the
+    next decode step computes. `is_counted`: its look-up is in the cache's statistics already. `is_decoding`: all tokens
+    but the last one are computed, so each step computes one more.
     """
 
     __slots__ = (
-        "_buffer",
-        "_draws",
-        "_plain_row",
-        "added_seconds",
-        "admitted_seconds",
-        "is_aborted",
-        "is_counted",
-        "is_decoding",
-        "last_token",
-        "lease",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_tokens",
-        "output",
-        "request",
-        "request_id",
-    )
+        "_buffer", "_draws", "_plain_row", "added_seconds", "admitted_seconds", "is_aborted", "is_counted",
+        "is_decoding", "last_token", "lease", "num_cached_tokens", "num_prompt_tokens", "num_tokens", "output",
+        "request", "request_id",
+    )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, now_seconds: float) -> None:
         params = request.params
@@ -139,14 +108,10 @@ class Sequence:
         self.added_seconds = now_seconds
         self.admitted_seconds: float | None = None
         self.lease: Lease | None = None
-        self.num_prompt_tokens = len(prompt)
-        self.num_tokens = len(prompt)
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.last_token = int(prompt[-1])
-        self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.is_decoding = False
-        self.is_aborted = False
-        self.is_counted = False
+        self.is_decoding = self.is_aborted = self.is_counted = False
         self.output = OutputText(tokenizer, prompt[-_NUM_PROMPT_TAIL_TOKENS:].tolist(), params.stop)
         self._buffer = prompt
         self._draws = UniformDraws(secrets.randbits(63) if params.seed is None else params.seed)
@@ -166,13 +131,25 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Tokens of this request up to now."""
-        return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_tokens - self.num_prompt_tokens)
+        return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
+
+    @property
+    def held(self) -> Lease:
+        """The lease of a running request."""
+        if self.lease is None:
+            raise RuntimeError(f"request {self.request_id!r} is in a step without a lease")
+        return self.lease
+
+    def give_back(self) -> None:
+        """Release the lease: it runs no more."""
+        self.held.release()
+        self.lease = None
+        self.is_decoding = False
 
     def append(self, token_id: int) -> None:
         """Add a generated token (its K and V are not computed yet)."""
         if self.num_tokens == len(self._buffer):
-            room = np.empty(max(64, self.num_tokens // 2), np.int32)
-            self._buffer = np.concatenate((self._buffer, room))
+            self._buffer = np.concatenate((self._buffer, np.empty(max(64, self.num_tokens // 2), np.int32)))
         self._buffer[self.num_tokens] = self.last_token = token_id
         self.num_tokens += 1
 
@@ -182,7 +159,7 @@ class Sequence:
             return self._plain_row
         params = self.request.params
         uniform = 0.0 if params.is_greedy else self._draws.at(self.num_tokens)
-        if not params.needs_history:
-            return SamplingRow(params, uniform, _NO_TOKENS, _NO_TOKENS)
-        prompt, generated = np.split(self.tokens, [self.num_prompt_tokens])
+        prompt, generated = _NO_TOKENS, _NO_TOKENS
+        if params.needs_history:
+            prompt, generated = np.split(self.tokens, [self.num_prompt_tokens])
         return SamplingRow(params, uniform, prompt, generated)

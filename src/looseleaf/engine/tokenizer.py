@@ -11,11 +11,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` what the model expects at the start (BOS) is added."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no whole character yet come out as U+FFFD."""
-        ...
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation in the model's chat template (a plain default one where it has none).
@@ -23,4 +21,3 @@ class Tokenizer(Protocol):
         Raises:
             RequestError: the template refuses these messages.
         """
-        ...
