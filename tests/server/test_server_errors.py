@@ -204,6 +204,6 @@ async def test_a_stopped_engine_is_503(server):
 async def test_a_dead_engine_is_unhealthy(server, monkeypatch):
     """If the engine's thread died, /health is 503 and says of what."""
     assert (await server.get("/health"))["status"] == "ok"
-    monkeypatch.setattr(server.engine, "_failure", RuntimeError("no more memory"))
+    monkeypatch.setattr(server.engine, "failure", RuntimeError("no more memory"))
     error = check_shape(await server.get("/health", 503), "engine_dead")
     assert "no more memory" in error["message"]

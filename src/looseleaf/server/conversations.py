@@ -18,7 +18,6 @@ from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.errors import RequestError
 
 _PROBES = ("a", "7")
-_PART_SEPARATOR = "\n"
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Turn:
 
     def as_message(self) -> dict[str, object]:
         """The message as chat templates expect it; parts are joined by a newline."""
-        return {"role": self.role, "content": _PART_SEPARATOR.join(self.parts), **self.extra}
+        return {"role": self.role, "content": "\n".join(self.parts), **self.extra}
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,7 @@ def render(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
 
 
 def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
-    """The tokens with which every request begins whose conversation begins with `turns`.
-
-    Costs two or three renderings.
+    """The tokens with which every request begins whose conversation begins with `turns`. Costs two or three renderings.
 
     Raises:
         RequestError: the template refuses these messages with every continuation.
@@ -65,7 +62,7 @@ def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
     if answers:
         renderings.append(render(tokenizer, turns))
     if not renderings:
-        renderings.append(tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False))
+        renderings.append(_render_history(tokenizer, turns))
     return _common_prefix(renderings)
 
 
@@ -84,9 +81,12 @@ def _renderings(tokenizer: Tokenizer, conversations: Sequence[Sequence[Turn]]) -
     renderings = []
     for turns in conversations:
         with contextlib.suppress(RequestError):
-            messages = [turn.as_message() for turn in turns]
-            renderings.append(tokenizer.render_chat(messages, add_generation_prompt=False))
+            renderings.append(_render_history(tokenizer, turns))
     return renderings
+
+
+def _render_history(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+    return tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False)
 
 
 def _common_prefix(sequences: Sequence[list[int]]) -> list[int]:

@@ -88,7 +88,7 @@ def answer_for(error: Exception) -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(str(error.detail), status=error.status_code, code=code, headers=error.headers)
+        return ApiError(error.detail, status=error.status_code, code=code, headers=error.headers)
     return ApiError(f"internal error: {type(error).__name__}", status=500, code="internal_error")
 
 
@@ -113,8 +113,10 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` leave in the OpenAI shape."""
 
-    async def on_error(_: Request, error: Exception) -> Response:
+    async def on_error(request: Request, error: Exception) -> Response:
         answer = answer_for(error)
+        if answer.error["code"] in ("unknown_route", "method_not_allowed"):
+            answer.error["message"] += f": {request.method} {request.url.path}"
         content = json.dumps({"error": answer.error})  # unlike JSONResponse this takes lone surrogates
         return Response(content, answer.status, headers=answer.headers, media_type="application/json")
 

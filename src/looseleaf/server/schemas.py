@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import Header
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 MAX_LOGPROBS = 20
 
@@ -49,7 +58,8 @@ def parse_duration(value: object) -> float:
     return float(seconds)
 
 
-Duration = Annotated[float, BeforeValidator(parse_duration)]
+Duration = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema({"type": ["string", "number"]})]
+Prompts = Annotated[list[str | list[int]], WithJsonSchema({"type": ["string", "array"]})]
 RequestIdText = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
 RequestIdHeader = Annotated[RequestIdText | None, Header(alias="x-request-id")]
 
@@ -146,7 +156,7 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """Prompts to continue: texts or token ids; one alone is taken as a list of one. `max_tokens` 0 only prefills."""
 
-    prompt: list[str | list[int]]
+    prompt: Prompts
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
 

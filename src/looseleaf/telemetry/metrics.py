@@ -1,13 +1,13 @@
 """All metrics of one server in a registry of their own; `docs/METRICS.md` lists them.
 
-The engine tells `Metrics` what happens (it satisfies the engine's observer protocol by shape: telemetry knows
-the core only); the cache is asked at each scrape. There is no global registry, so that several engines in one
-process do not mix.
+The engine tells `Metrics` what happens (it satisfies the engine's observer protocol by shape: telemetry knows the core
+only); the cache is asked at each scrape. There is no global registry, so that engines of one process do not mix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,8 +21,7 @@ from looseleaf.telemetry.cache_collector import CacheCollector
 from looseleaf.telemetry.vllm_names import VllmNames
 
 SECONDS_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0,
-    100.0, 250.0, 1000.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0,
 )  # fmt: skip
 TOKEN_BUCKETS = tuple(float(4**power) for power in range(10))
 
@@ -33,20 +32,18 @@ class EngineLoad(Protocol):
     @property
     def num_running(self) -> int:
         """Requests that hold blocks now."""
-        ...
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        ...
 
 
+@dataclass(frozen=True)
 class Exposition:
     """One scrape: `body` in the format `content_type`."""
 
-    def __init__(self, body: bytes, content_type: str) -> None:
-        self.body = body
-        self.content_type = content_type
+    body: bytes
+    content_type: str
 
 
 class _LoadCollector(Collector):
@@ -65,62 +62,45 @@ class _LoadCollector(Collector):
 class Metrics:
     """Metrics of one cache and the engine over it.
 
-    Pass it to the engine as its observer, call `watch(engine)` once, and answer scrapes with `expose`.
-    Thread-safe: the engine's thread counts while the server's thread scrapes. With `vllm_names` the numbers
-    that mean the same are exported under vLLM's names too, labelled with `model_name`.
+    Pass it to the engine as its observer, call `watch(engine)` once, and answer scrapes with `expose`. Thread-safe: the
+    engine's thread counts while the server's thread scrapes. With `vllm_names` the numbers that mean the same are
+    exported under vLLM's names too, labelled with `model_name`.
     """
 
     def __init__(self, cache: CacheManager, *, model_name: str = "", vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._load = _LoadCollector()
-        sources: list[Collector] = [CacheCollector(cache), self._load]
-        for source in sources:
+        asked: list[Collector] = [CacheCollector(cache), self._load]
+        for source in asked:
             self.registry.register(source)
-        self._time_to_first_token = self._histogram(
-            "looseleaf_time_to_first_token_seconds",
-            "From arrival of a request to its first token.",
-            SECONDS_BUCKETS,
+        seconds, counter = self._seconds, self._counter
+        self._first_token = seconds("time_to_first_token", "From arrival of a request to its first token.")
+        self._request = seconds("request", "From arrival of a request to its end.")
+        self._queue = seconds("queue", "From arrival of a request to its first admission.")
+        self._step = seconds("step", "One step: plan, forward pass, commit.")
+        self._schedule = seconds("schedule", "The plan of one step.")
+        self._step_tokens = Histogram(
+            "looseleaf_step_tokens", "Tokens computed in one step.", buckets=TOKEN_BUCKETS, registry=self.registry
         )
-        self._request = self._histogram(
-            "looseleaf_request_seconds", "From arrival of a request to its end.", SECONDS_BUCKETS
-        )
-        self._queue = self._histogram(
-            "looseleaf_queue_seconds", "From arrival of a request to its first admission.", SECONDS_BUCKETS
-        )
-        self._step = self._histogram("looseleaf_step_seconds", "One step: plan, forward pass, commit.", SECONDS_BUCKETS)
-        self._schedule = self._histogram("looseleaf_schedule_seconds", "The plan of one step.", SECONDS_BUCKETS)
-        self._step_tokens = self._histogram("looseleaf_step_tokens", "Tokens computed in one step.", TOKEN_BUCKETS)
         self._finished = Counter(
-            "looseleaf_finished_requests",
-            "Requests that ended, by reason.",
-            ["reason"],
-            registry=self.registry,
+            "looseleaf_finished_requests", "Requests that ended, by reason.", ["reason"], registry=self.registry
         )
-        self._prompt = self._counter(
-            "looseleaf_prompt_tokens", "Prompt tokens of ended requests, cached ones included."
-        )
-        self._cached = self._counter(
-            "looseleaf_cached_prompt_tokens", "Prompt tokens of ended requests taken from the cache."
-        )
-        self._output = self._counter("looseleaf_output_tokens", "Generated tokens of ended requests.")
-        self._preemptions = self._counter("looseleaf_preemptions", "Running requests whose blocks were taken.")
-        self._lost = self._counter("looseleaf_preempted_tokens", "Computed tokens that preemptions threw away.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests, cached ones included.")
+        self._cached = counter("cached_prompt_tokens", "Prompt tokens of ended requests taken from the cache.")
+        self._output = counter("output_tokens", "Generated tokens of ended requests.")
+        self._preemptions = counter("preemptions", "Running requests whose blocks were taken.")
+        self._lost = counter("preempted_tokens", "Computed tokens that preemptions threw away.")
         if vllm_names:
-            counted = [
-                self._time_to_first_token,
-                self._request,
-                self._queue,
-                self._prompt,
-                self._output,
-                self._preemptions,
-            ]
-            self.registry.register(VllmNames([*sources, *counted], model_name))
+            timed = (self._first_token, self._request, self._queue)
+            counted = (self._prompt, self._output, self._preemptions)
+            self.registry.register(VllmNames([*asked, *timed, *counted], model_name))
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+    def _seconds(self, name: str, documentation: str) -> Histogram:
+        name = f"looseleaf_{name}_seconds"
+        return Histogram(name, documentation, buckets=SECONDS_BUCKETS, registry=self.registry)
 
     def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(name, documentation, registry=self.registry)
+        return Counter(f"looseleaf_{name}", documentation, registry=self.registry)
 
     def watch(self, load: EngineLoad) -> None:
         """Ask `load` for running and waiting requests at each scrape."""
@@ -132,16 +112,9 @@ class Metrics:
         return Exposition(encode(self.registry), content_type)
 
     def on_step(
-        self,
-        *,
-        num_scheduled_tokens: int,
-        num_running: int,
-        num_waiting: int,
-        seconds: float,
-        schedule_seconds: float,
+        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
     ) -> None:
-        """One step took `seconds`, of them `schedule_seconds` for its plan. Load is read at the scrape
-        instead."""
+        """One step took `seconds`, of them `schedule_seconds` for its plan. Load is read at the scrape."""
         del num_running, num_waiting
         self._step.observe(seconds)
         self._schedule.observe(schedule_seconds)
@@ -149,7 +122,7 @@ class Metrics:
 
     def on_first_token(self, *, seconds: float) -> None:
         """A request got its first token `seconds` after it came."""
-        self._time_to_first_token.observe(seconds)
+        self._first_token.observe(seconds)
 
     def on_finish(
         self,

@@ -36,18 +36,19 @@ class VllmNames(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families of `RENAMED`, and the usage of the memory as a ratio from 0 to 1."""
-        blocks: Metric | None = None
-        pool: Metric | None = None
+        num_active = num_blocks = 0.0
         for source in self._sources:
             for family in source.collect():
                 if family.name == "looseleaf_blocks":
-                    blocks = family
+                    num_active = sum(sample.value for sample in family.samples if sample.labels["state"] == "active")
                 elif family.name == "looseleaf_pool_blocks":
-                    pool = family
+                    num_blocks = family.samples[0].value
                 elif family.name in RENAMED:
                     yield self._renamed(family)
-        if blocks is not None and pool is not None:
-            yield self._usage(blocks, pool)
+        name = "vllm:kv_cache_usage_perc"
+        usage = Metric(name, "Share of the blocks held by running requests; 1 means all.", "gauge")
+        usage.samples.append(Sample(name, self._labels, num_active / num_blocks if num_blocks else 0.0))
+        yield usage
 
     def _renamed(self, family: Metric) -> Metric:
         renamed = Metric(RENAMED[family.name], family.documentation, family.type)
@@ -55,11 +56,3 @@ class VllmNames(Collector):
             name = RENAMED[family.name] + sample.name.removeprefix(family.name)
             renamed.samples.append(Sample(name, {**self._labels, **sample.labels}, sample.value))
         return renamed
-
-    def _usage(self, blocks: Metric, pool: Metric) -> Metric:
-        active = sum(sample.value for sample in blocks.samples if sample.labels.get("state") == "active")
-        total = sum(sample.value for sample in pool.samples)
-        name = "vllm:kv_cache_usage_perc"
-        usage = Metric(name, "Share of the blocks held by running requests; 1 means all.", "gauge")
-        usage.samples.append(Sample(name, dict(self._labels), active / total if total else 0.0))
-        return usage

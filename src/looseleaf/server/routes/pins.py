@@ -32,7 +32,7 @@ async def create_pin(request: Request, body: PinBody, context: Context, caller: 
     tokens = await prompt_tokens(context.tokenizer, body, stable_prefix)
     namespace = caller.namespace(body.cache_salt)
     if body.wait:
-        await warm(request, context, caller, f"pin-{uuid.uuid4().hex}", tokens, namespace)
+        await warm(request, context, caller, f"warm-{uuid.uuid4().hex}", tokens, namespace)
     return _answer(context, context.cache.pin(tokens=tokens, namespace=namespace, **options))
 
 
