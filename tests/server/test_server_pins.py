@@ -93,12 +93,7 @@ async def test_over_quota_is_409_with_the_numbers(make_server):
     error = (await server.post("/v1/pins", body, 409))["error"]
     assert error["code"] == "pin_quota_exceeded"
     assert error["type"] == "conflict_error"
-    assert error["details"] == {
-        "needed_blocks": 10,
-        "available_blocks": 4,
-        "quota_blocks": 8,
-        "hard_pinned_blocks": 4,
-    }
+    assert error["details"] == {"needed_blocks": 10, "available_blocks": 4, "quota_blocks": 8, "hard_pinned_blocks": 4}
     assert (await server.get("/v1/pins"))["data"] == [first]
     granted = await server.post("/v1/pins", {**body, "partial": True})
     assert (granted["num_tokens"], granted["num_pinned_tokens"]) == (160, 64)

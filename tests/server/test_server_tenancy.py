@@ -68,10 +68,7 @@ async def test_pins_match_and_warm_follow_the_salt(server):
     assert (await server.post("/v1/pins", {"text": TEXT, "cache_salt": "a"}))["num_pinned_tokens"] > 0
 
 
-KEYS = ServerSettings(
-    admin_key="root",
-    api_keys=(ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second")),
-)
+KEYS = ServerSettings(admin_key="root", api_keys=(ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second")))
 
 
 def as_key(key: str) -> dict[str, str]:

@@ -92,12 +92,14 @@ class Generation:
 
 
 async def _read(index: int, stream: OutputStream, merged: asyncio.Queue[ChoiceDelta | Exception]) -> None:
-    """Put the deltas of one choice into `merged`, and an error if it does not end as it should."""
-    async for delta in stream:
-        if delta.finish_reason is FinishReason.ERROR:
-            merged.put_nowait(delta.error or LooseleafError(f"request {delta.request_id!r} failed in the engine"))
-            return
-        merged.put_nowait(ChoiceDelta(index, delta))
-        if delta.finish_reason is not None:
-            return
-    merged.put_nowait(LooseleafError(f"choice {index} ended without a finish reason"))
+    """Put the deltas of one choice into `merged`, or the error that it ends with."""
+    try:
+        async for delta in stream:
+            if delta.finish_reason is FinishReason.ERROR:
+                raise delta.error or LooseleafError(f"request {delta.request_id!r} failed in the engine")
+            merged.put_nowait(ChoiceDelta(index, delta))
+            if delta.finish_reason is not None:
+                return
+        raise LooseleafError(f"choice {index} ended without a finish reason")
+    except Exception as error:
+        merged.put_nowait(error)
