@@ -14,7 +14,8 @@ from looseleaf.hf.attention_backend import AttentionBackend, AttentionCall
 from looseleaf.hf.step_plan import StepPlan
 from looseleaf.tensors import KVMemory, LayerShape
 
-UNKNOWN_TO_BLOCKS = ("alibi", "attention_bias", "block_indices", "indices", "position_bias", "relative_position_bias")
+POSITION_BIASES = ("alibi", "attention_bias", "position_bias", "relative_position_bias")
+UNKNOWN_TO_BLOCKS = (*POSITION_BIASES, "attention_mask", "block_indices", "indices")
 """Arguments with which a model tells its attention to do something else than look back; refused when given."""
 
 SURVEY_TOKENS = 4
@@ -94,7 +95,7 @@ class PagedAttention:
         Raises:
             UnsupportedModel: the layer wants something that is not known here (a mask, a position bias, …).
         """
-        self._refuse_the_unknown(query, key, attention_mask, arguments)
+        self._refuse_the_unknown(query, key, {"attention_mask": attention_mask, **arguments})
         sinks = arguments.get("s_aux", arguments.get("sinks"))
         call = AttentionCall(
             layer=self._layer_of(module),
@@ -119,16 +120,8 @@ class PagedAttention:
         memory.write(call.layer, plan.slots, call.keys, call.values)
         return self.backend.attend(call, plan, memory)[None], None
 
-    def _refuse_the_unknown(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        arguments: Mapping[str, object],
-    ) -> None:
+    def _refuse_the_unknown(self, query: torch.Tensor, key: torch.Tensor, arguments: Mapping[str, object]) -> None:
         strange = [name for name in UNKNOWN_TO_BLOCKS if arguments.get(name) is not None]
-        if attention_mask is not None:
-            strange.append("an attention mask of its own")
         if strange:
             raise self._refusal(f"its attention wants {', '.join(strange)}, which blocks know nothing of")
         if query.dim() != 4 or query.shape[0] != 1 or key.dim() != 4 or key.shape[2] != query.shape[2]:

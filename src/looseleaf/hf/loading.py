@@ -53,14 +53,10 @@ def dtype_for(saved: torch.dtype | None, device: torch.device) -> torch.dtype | 
     That is on x86 processors without AVX-512: they multiply bfloat16 matrices several times slower than float32 ones;
     there the memory for twice the bytes is the smaller price.
     """
-    is_half_on_x86 = (
-        saved in (torch.bfloat16, torch.float16)
-        and device.type == "cpu"
-        and platform.machine().lower() in ("x86_64", "amd64", "i686")
-    )
-    if is_half_on_x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
-        return torch.float32
-    return saved
+    is_half = saved in (torch.bfloat16, torch.float16)
+    is_x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64", "i686")
+    emulates = is_half and is_x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return torch.float32 if emulates else saved
 
 
 def set_num_threads(num_threads: int | None) -> int:

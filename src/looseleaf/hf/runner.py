@@ -42,10 +42,7 @@ GATHER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The KV memory a runner takes: `num_blocks`, or as many whole pages as `kv_memory_bytes` hold.
-
-    `dtype` None: the model's.
-    """
+    """KV memory to take: `num_blocks`, or as many whole pages as `kv_memory_bytes` hold. `dtype` None: the model's."""
 
     num_blocks: int | None
     kv_memory_bytes: int | None
@@ -185,16 +182,14 @@ class HFRunner:
             group_tokens=self._group_tokens,
         )
         last_rows = batch.query_starts[1:][batch.sampled].astype(np.int64) - 1
-        token_ids, positions, rows = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(memory.device)
-            for array in (batch.token_ids, batch.positions, last_rows)
-        )
         with self._attention.step(plan, memory):
-            out = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
-        logits: torch.Tensor = out.logits[0]
-        return logits
+            logits: torch.Tensor = self._model(
+                input_ids=plan.tensor(batch.token_ids)[None],
+                position_ids=plan.tensor(batch.positions)[None],
+                use_cache=False,
+                logits_to_keep=plan.tensor(last_rows),
+            ).logits
+        return logits[0]
 
     def close(self) -> None:
         """Give the model its former attention back; nothing can be computed any more. Twice does nothing more."""

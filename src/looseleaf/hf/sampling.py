@@ -46,8 +46,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepOutput:
 
 def _in_parts(places: list[int], logits: torch.Tensor) -> list[list[int]]:
     """On the CPU rows are sampled a few at a time, so that their passes stay in its caches; elsewhere all at once."""
-    size = len(places) if logits.device.type != "cpu" else PART_NUMBERS // logits.shape[-1]
-    size = max(1, size)
+    size = max(1, PART_NUMBERS // logits.shape[-1] if logits.device.type == "cpu" else len(places))
     return [places[first : first + size] for first in range(0, len(places), size)]
 
 

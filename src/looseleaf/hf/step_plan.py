@@ -92,7 +92,11 @@ class StepPlan:
     _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slots = self._tensor(self.batch.slots)
+        self.slots = self.tensor(self.batch.slots)
+
+    def tensor(self, array: Int64Array) -> torch.Tensor:
+        """`array` on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def for_window(self, window: int | None) -> AttentionPlan:
         """The plan for layers that see the last `window` tokens (q - window < k <= q), or everything (None)."""
@@ -123,9 +127,10 @@ class StepPlan:
             positions = np.arange(stop - count, stop)
             slots[row, :count] = slots_of(self.batch.block_tables[sequence], positions, self.block_tokens)
             slots[row, count:] = slots[row, count - 1]
-        filled = np.arange(longest)[None, :] >= seen[:, None]
-        mask = self._additive(filled)[:, None, None, :] if filled.any() else None
-        return DecodeGroup(self._tensor(rows), self._tensor(slots.reshape(-1)), longest, mask)
+        mask: torch.Tensor | None = None
+        if int(seen.min()) < longest:
+            mask = self._additive(np.arange(longest)[None, :] >= seen[:, None])[:, None, None, :]
+        return DecodeGroup(self.tensor(rows), self.tensor(slots.reshape(-1)), longest, mask)
 
     def _prefill_chunk(self, sequence: int, window: int | None) -> PrefillChunk:
         first_row, stop_row = (int(x) for x in self.batch.query_starts[sequence : sequence + 2])
@@ -141,10 +146,7 @@ class StepPlan:
         skip = oldest - first_block * self.block_tokens
         if (np.diff(blocks) == 1).all():
             return PrefillChunk(tiles, total - oldest, None, int(blocks[0]) * self.block_tokens + skip, None, skip)
-        return PrefillChunk(tiles, total - oldest, None, None, self._tensor(blocks.astype(np.int64)), skip)
-
-    def _tensor(self, array: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return PrefillChunk(tiles, total - oldest, None, None, self.tensor(blocks.astype(np.int64)), skip)
 
     def _additive(self, hidden: BoolArray) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype)
