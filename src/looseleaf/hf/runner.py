@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -157,11 +156,7 @@ class HFRunner:
         return self.memory.num_blocks
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Do the copies, compute the step, sample. See `ModelRunner.execute`.
-
-        Raises:
-            IntegrityError: a table or slot points outside the memory, or at tokens never written.
-        """
+        """Do the copies, compute the step, sample. IntegrityError if blocks or slots are not what they should be."""
         return sample(self.logits(batch), batch.sampling)
 
     def logits(self, batch: StepBatch) -> torch.Tensor:
@@ -199,9 +194,7 @@ class HFRunner:
     def __enter__(self) -> HFRunner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -59,10 +59,10 @@ class PrefillChunk:
 
     tiles: tuple[PrefillTile, ...]
     num_keys: int
-    fresh_rows: tuple[int, int] | None
-    first_slot: int | None
-    blocks: torch.Tensor | None
-    skip_tokens: int
+    fresh_rows: tuple[int, int] | None = None
+    first_slot: int | None = None
+    blocks: torch.Tensor | None = None
+    skip_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class StepPlan:
         oldest = 0 if window is None else max(0, num_context - window + 1)
         tiles = tuple(prefill_tiles(first_row, stop_row, num_context, oldest, window, self._additive))
         if num_context == 0 and self.keep_exact:
-            return PrefillChunk(tiles, total, (first_row, stop_row), None, None, 0)
+            return PrefillChunk(tiles, total, fresh_rows=(first_row, stop_row))
         first_block = oldest // self.block_tokens
         blocks = self.batch.block_tables[sequence][first_block : -(-total // self.block_tokens)]
         skip = oldest - first_block * self.block_tokens
         if (np.diff(blocks) == 1).all():
-            return PrefillChunk(tiles, total - oldest, None, int(blocks[0]) * self.block_tokens + skip, None, skip)
-        return PrefillChunk(tiles, total - oldest, None, None, self.tensor(blocks.astype(np.int64)), skip)
+            return PrefillChunk(tiles, total - oldest, first_slot=int(blocks[0]) * self.block_tokens + skip)
+        return PrefillChunk(tiles, total - oldest, blocks=self.tensor(blocks.astype(np.int64)), skip_tokens=skip)
 
     def _additive(self, hidden: BoolArray) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype)

@@ -178,8 +178,7 @@ class KVMemory:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, `pairs` of (from_block, to_block); all are read before any is written.
 
-        Raises:
-            IntegrityError: a block id lies outside the memory.
+        IntegrityError if a block id lies outside the memory.
         """
         if not pairs:
             return
