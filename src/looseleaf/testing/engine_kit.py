@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from looseleaf.core.config import CacheConfig
@@ -47,8 +47,7 @@ class RecordingObserver:
 class EngineKit:
     """Cache, fake runner, fake tokenizer and engine, wired; keeps every delta.
 
-    `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`. Keywords that `EngineConfig` does not
-    know go to `FakeRunner`.
+    `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`. `runner_settings` go to `FakeRunner`.
     """
 
     def __init__(
@@ -59,25 +58,16 @@ class EngineKit:
         blocks_per_page: int = 1,
         pin_quota: float = 1.0,
         config: EngineConfig | None = None,
-        clock: Callable[[], float] | None = None,
         **runner_settings: Any,
     ) -> None:
-        pages = CacheConfig(
-            num_pages=num_blocks // blocks_per_page,
-            page_tokens=block_tokens * blocks_per_page,
-            block_tokens=block_tokens,
-            pin_quota=pin_quota,
-        )
-        self.cache = CacheManager(pages) if clock is None else CacheManager(pages, clock=clock)
-        self.namespaces: dict[str, str] = {}
-        self.runner = FakeRunner(num_blocks, block_tokens, namespace_of=self._namespace_of, **runner_settings)
+        num_pages, page_tokens = num_blocks // blocks_per_page, block_tokens * blocks_per_page
+        self.cache = CacheManager(CacheConfig(num_pages, page_tokens, block_tokens, pin_quota=pin_quota))
+        self.namespaces: dict[str, str] = defaultdict(str)
+        self.runner = FakeRunner(num_blocks, block_tokens, namespace_of=self.namespaces.__getitem__, **runner_settings)
         self.tokenizer = FakeTokenizer()
         self.observer = RecordingObserver()
         self.engine = Engine(self.cache, self.runner, self.tokenizer, config or EngineConfig(), observer=self.observer)
         self.deltas: dict[str, list[OutputDelta]] = defaultdict(list)
-
-    def _namespace_of(self, request_id: str) -> str:
-        return self.namespaces.get(request_id, "")
 
     def add(
         self,
@@ -107,11 +97,7 @@ class EngineKit:
         return given
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing is left.
-
-        Raises:
-            AssertionError: work is left after `max_steps`.
-        """
+        """Step until nothing is left; an AssertionError if that is not so after `max_steps`."""
         for _ in range(max_steps):
             if not self.engine.has_work:
                 return

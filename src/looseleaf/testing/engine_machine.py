@@ -1,11 +1,12 @@
 """A hypothesis state machine over engine and scheduler: anything at any moment, and still the cold tokens.
 
-Run it with `EngineMachine.TestCase` (or `run_state_machine_as_test(EngineMachine, settings=...)`). The oracle is the
-fake model's plain recurrence, which knows neither blocks nor steps.
+Run it with `EngineMachine.TestCase`. The oracle is the fake model's plain recurrence, which knows neither blocks nor
+steps.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from looseleaf.testing.engine_kit import EngineKit
 
 _MAX_TOKENS = st.sampled_from((0, 1, 2, 5, 12, 25, 40))
 _RARELY = st.sampled_from((False, False, False, False, False, True))
+_MOSTLY = _RARELY.map(operator.not_)
 _STOPS = st.sampled_from(((), (), (), ("ABCA",), ("éé", "BAB"), ("CABC",)))
 _ALPHABET = tuple("ABCé€".encode())
 
@@ -32,7 +34,7 @@ class _Arrival:
     tail: list[int]
     max_tokens: int
     namespace: str
-    skips_cache: bool
+    reuse: bool
     seed: int | None
     stop: tuple[str, ...]
     extra: dict[str, Any]
@@ -45,7 +47,7 @@ _ARRIVALS = st.builds(
     tail=st.lists(st.sampled_from(_ALPHABET), min_size=1, max_size=12),
     max_tokens=_MAX_TOKENS,
     namespace=st.sampled_from(("", "", "t")),
-    skips_cache=_RARELY,
+    reuse=_MOSTLY,
     seed=st.one_of(st.none(), st.integers(0, 3)),
     stop=_STOPS,
     extra=st.sampled_from(({}, {}, {"repetition_penalty": 1.1}, {"ignore_eos": True}, {"num_logprobs": 1})),
@@ -53,13 +55,9 @@ _ARRIVALS = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, steps, aborts, pins, unpins, clears and breaks; checks the cache after every rule and each request at its
-    end.
-
-    What must hold: every request ends exactly once; what it gave out is the beginning of its cold tokens, and all of
-    them if it ended by itself; each delta's text is its tokens' text; usage adds up; waiting requests hold nothing; the
-    model never read a block that was not this sequence's.
-    """
+    """Adds, steps, aborts, pins, unpins, clears and breaks. What must hold: every request ends exactly once; what it gave
+    out is the beginning of its cold tokens, and all of them if it ended by itself; each delta's text is its tokens'
+    text; usage adds up; waiting requests hold nothing; the model never read a block that was not this sequence's."""
 
     running_ids = Bundle("running_ids")
     pins = Bundle("pins")
@@ -70,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from((64, 8, 3, 1)),
         max_running=st.sampled_from((64, 5, 2, 1)),
         reserve_output=_RARELY,
-        is_reuse_off=_RARELY,
+        reuse=_MOSTLY,
         eos_every=st.sampled_from((0, 20)),
     )
     def start(
@@ -80,11 +78,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_step_tokens: int,
         max_running: int,
         reserve_output: bool,
-        is_reuse_off: bool,
+        reuse: bool,
         eos_every: int,
     ) -> None:
         """A new engine over an empty pool."""
-        config = EngineConfig(max_running, max_step_tokens, None, not is_reuse_off, reserve_output)
+        config = EngineConfig(max_running, max_step_tokens, None, reuse, reserve_output)
         self.kit = EngineKit(
             pool_tokens // block_tokens,
             block_tokens,
@@ -97,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.ended: set[str] = set()
         self.prompts: list[list[int]] = [[65]]
-        self.num_failures = 0
+        self.has_failed = False
 
     # -- rules --
 
@@ -110,14 +108,13 @@ class EngineMachine(RuleBasedStateMachine):
     def _add(self, arrival: _Arrival) -> str | None:
         prompt = self.prompts[arrival.base % len(self.prompts)][: arrival.num_kept] + arrival.tail
         name = f"r{len(self.requests)}"
-        params: dict[str, Any] = {"stop": arrival.stop, **arrival.extra}
+        params: dict[str, Any] = {"stop": arrival.stop, "namespace": arrival.namespace, "reuse": arrival.reuse}
+        params |= arrival.extra
         if arrival.seed is not None:
             params |= {"temperature": 1.0, "seed": arrival.seed}
         fits = len(prompt) + (arrival.max_tokens > 0) <= self.kit.engine.max_model_tokens
         try:
-            request = self.kit.add(
-                name, prompt, arrival.max_tokens, namespace=arrival.namespace, reuse=not arrival.skips_cache, **params
-            )
+            request = self.kit.add(name, prompt, arrival.max_tokens, **params)
         except PromptTooLong:
             assert not fits
             return None
@@ -141,21 +138,18 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=running_ids, really=_RARELY)
     def abort(self, name: str, really: bool) -> None:
         """The client leaves; effective once, and only while the request lives."""
-        if not really or name in self.aborted:
+        if not really:
             return
-        is_live = name not in self.ended
-        assert self.kit.engine.abort(name) == is_live
+        assert self.kit.engine.abort(name) == (name not in self.ended | self.aborted)
         assert not self.kit.engine.abort(name)
-        if is_live:
-            self.aborted.add(name)
+        self.aborted.add(name)
 
     @rule(really=_RARELY)
     def break_the_model(self, really: bool) -> None:
         """The next step fails."""
-        if not really:
-            return
-        self.num_failures += 1
-        self.kit.runner.fail_next()
+        if really:
+            self.has_failed = True
+            self.kit.runner.fail_next()
 
     @rule(target=pins, name=running_ids, level=st.sampled_from(("hard", "soft")))
     def pin(self, name: str, level: str) -> Any:
@@ -184,8 +178,6 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def the_cache_is_whole(self) -> None:
         """The cache's own invariants, and one lease for each running request and for nobody else."""
-        if not hasattr(self, "kit"):
-            return
         self.kit.cache.check_integrity()
         engine = self.kit.engine
         assert self.kit.cache.stats().num_leases == engine.num_running
@@ -197,10 +189,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "kit"):
             return
         for _ in range(4000):
+            self.step(1)
             if not self.kit.engine.has_work:
                 break
-            self.step(1)
-        assert not self.kit.engine.has_work
         assert self.ended == set(self.requests)
         stats = self.kit.cache.stats()
         assert (stats.num_leases, stats.active_blocks) == (0, 0)
@@ -236,18 +227,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert name in self.aborted
             return
         if reason is FinishReason.ERROR:
-            assert self.num_failures or isinstance(delta.error, OutOfBlocks)
+            assert self.has_failed or isinstance(delta.error, OutOfBlocks)
             return
         whole = kit.tokenizer.decode([token for token in cold[:num_output] if token < 256])
         stops = [stop for stop in request.params.stop if stop in whole]
         if reason is FinishReason.STOP:
-            is_end = cold[num_output - 1] == kit.runner.model.eos_token_id
-            assert is_end or stops
-            if stops:
-                end = min((whole.find(stop) + len(stop), whole.find(stop)) for stop in stops)
-                assert kit.text(name) == whole[: end[1]]
-            else:
-                assert kit.text(name) == whole
+            assert stops or cold[num_output - 1] == kit.runner.model.eos_token_id
+            ends = [(whole.find(stop) + len(stop), whole.find(stop)) for stop in stops]
+            assert kit.text(name) == whole[: min(ends)[1] if ends else None]
             return
         assert not stops
         assert kit.text(name) == whole

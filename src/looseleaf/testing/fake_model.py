@@ -1,7 +1,6 @@
 """What the fake model computes, written down plainly: one token after the other, Python integers, no blocks.
 
-`FakeRunner` computes the same through blocks and arrays; the only thing they share is the choice of a token
-from a stamp.
+`FakeRunner` computes the same through blocks and arrays; all that they share is the choice of a token from a stamp.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class FakeModel:
-    """A deterministic "language model": the next token is a function of the whole prefix and of nothing
-    else."""
+    """A deterministic "language model": the next token is a function of the whole prefix and of nothing else."""
 
     vocab_size: int = 260
     eos_token_id: int = 257
@@ -29,8 +27,13 @@ class FakeModel:
     def expected_tokens(
         self, prompt: Sequence[int] | Int32Array, num_tokens: int, params: SamplingParams, namespace: str = ""
     ) -> list[int]:
-        """The first `num_tokens` tokens after `prompt`, fewer if the end token comes (which is included) and
-        is not ignored. Sampled requests need a seed."""
+        """The first `num_tokens` tokens after `prompt`, fewer if the end token comes (included) and is not ignored.
+
+        Raises:
+            ValueError: a sampled request without a seed.
+        """
+        if params.seed is None and not params.is_greedy:
+            raise ValueError("a sampled request without a seed has no expected tokens")
         prompt_tokens = [int(token) for token in prompt]
         stamp = namespace_stamp(namespace)
         for position, token in enumerate(prompt_tokens):
@@ -38,11 +41,7 @@ class FakeModel:
         generated: list[int] = []
         while len(generated) < num_tokens:
             position = len(prompt_tokens) + len(generated)
-            uniform = None
-            if not params.is_greedy:
-                if params.seed is None:
-                    raise ValueError("a sampled request without a seed has no expected tokens")
-                uniform = draw_uniform(params.seed, position)
+            uniform = None if params.seed is None or params.is_greedy else draw_uniform(params.seed, position)
             history = (prompt_tokens, generated) if params.needs_history else None
             token = fake_token(self, stamp, uniform, history)
             generated.append(token)
@@ -60,8 +59,7 @@ def namespace_stamp(namespace: str) -> int:
 def fake_token(
     model: FakeModel, stamp: int, uniform: float | None, history: tuple[Sequence[int], Sequence[int]] | None
 ) -> int:
-    """The token that follows a stamp; `uniform` of a sampled request and `history` of a penalized one change
-    it."""
+    """The token that follows a stamp; `uniform` of a sampled request and `history` of a penalized one change it."""
     mixed = _finish(stamp)
     if uniform is not None:
         mixed = _finish(mixed ^ int(uniform * 2**53))

@@ -1,16 +1,15 @@
 """A model runner without a model, in which a wrong block gives a wrong token.
 
-Every slot of the fake KV memory holds a token id, its position and a *stamp*: a number that depends on all
-tokens up to and including this one, and on the namespace. The stamp of a new token is computed from the stamp
-of the token before it, read through the block table like a real model reads keys and values. So a block that
-is stale, foreign or out of place changes each stamp after it and thereby the next token; and each read checks
-that the whole context is one unbroken chain.
+Every slot of the fake KV memory holds a token id, its position and a *stamp*: a number made of the namespace and all
+tokens up to this one. The stamp of a new token is computed from that of the token before it, read through the block
+table like a real model reads keys and values. So a block that is stale, foreign or out of place changes each stamp
+after it and thereby the next token; and each read checks that the whole context is one unbroken chain.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +24,18 @@ _NEVER = -1
 
 
 class StampMismatch(AssertionError):
-    """A block table leads to a slot that does not hold what this sequence wrote there. The message has the
-    facts."""
+    """A block table leads to a slot that does not hold what this sequence wrote there. The message has the facts."""
 
 
 class FakeRunner:
     """Implements `ModelRunner` over `num_blocks * block_tokens` slots.
 
-    `namespace_of(request_id)`: the namespace that goes into its stamps, `""` for all by default; give it to
-    find reuse across namespaces. `eos_every`: about one token in that many is `eos_token_id` (0: never).
-    `alphabet`: the token ids that are generated otherwise (all but the end token by default).
-    `delay_seconds`: each step takes that long.
+    `namespace_of(request_id)`: the namespace that goes into its stamps, `""` for all by default; give it to find reuse
+    across namespaces. `eos_every`: about one token in that many is `eos_token_id` (0: never). `alphabet`: the token ids
+    that are generated otherwise (all but the end token by default). `delay_seconds`: each step takes that long.
 
-    Counters: `num_steps`, `num_computed_tokens`. `mismatches` keeps the text of every `StampMismatch`, since
-    an engine rightly turns an exception into failed requests.
+    Counters: `num_steps`, `num_computed_tokens`. `mismatches` keeps the text of every `StampMismatch`, since an engine
+    rightly turns an exception into failed requests.
     """
 
     def __init__(
@@ -61,8 +58,8 @@ class FakeRunner:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.mismatches: list[str] = []
-        self._info = ModelInfo("fake", vocab_size, max_model_tokens, 8, frozenset({eos_token_id}), "fake/1")
-        self._namespace_of = namespace_of
+        self.info = ModelInfo("fake", vocab_size, max_model_tokens, 8, frozenset({eos_token_id}), "fake/1")
+        self._namespace_of = namespace_of or (lambda _: "")
         self._failures: list[Exception] = []
         self._scripts: dict[str, dict[int, int]] = {}
         num_slots = num_blocks * block_tokens
@@ -70,19 +67,12 @@ class FakeRunner:
         self._positions: Int64Array = np.full(num_slots, _NEVER, np.int64)
         self._stamps: _UInt64Array = np.zeros(num_slots, np.uint64)
 
-    @property
-    def info(self) -> ModelInfo:
-        """Facts of the fake model."""
-        return self._info
-
     def fail_next(self, error: Exception | None = None, times: int = 1) -> None:
-        """The next `times` steps write garbage to their slots and raise `error` (a RuntimeError by
-        default)."""
+        """The next `times` steps write garbage to their slots and raise `error` (a RuntimeError by default)."""
         self._failures += [error or RuntimeError("the fake model failed as it was told to")] * times
 
     def script(self, request_id: str, num_prompt_tokens: int, tokens: Sequence[int]) -> None:
-        """Make a request generate `tokens`; after them the model goes on by itself. What was computed still
-        counts."""
+        """Make a request generate `tokens`; after them the model goes on by itself. What was computed still counts."""
         self._scripts[request_id] = {num_prompt_tokens + i: int(token) for i, token in enumerate(tokens)}
 
     def expected_tokens(
@@ -121,16 +111,14 @@ class FakeRunner:
     def _check_shapes(self, batch: StepBatch) -> None:
         num_rows, num_tokens = len(batch.request_ids), len(batch.token_ids)
         starts = batch.query_starts
+        ends = (len(starts) - 1, starts[0], starts[-1])
         facts = {
-            "query_starts go from 0 to the number of tokens": len(starts) == num_rows + 1
-            and starts[0] == 0
-            and starts[-1] == num_tokens,
+            "query_starts go from 0 to the number of tokens": ends == (num_rows, 0, num_tokens),
             "no sequence has 0 tokens": bool((np.diff(starts) > 0).all()),
             "positions and slots are one per token": len(batch.positions) == num_tokens == len(batch.slots),
             "no slot is written twice in a step": len(np.unique(batch.slots)) == num_tokens,
-            "one table and one context per sequence": len(batch.block_tables)
-            == num_rows
-            == len(batch.num_context_tokens),
+            "each sequence has one table": len(batch.block_tables) == num_rows,
+            "each sequence has one context": len(batch.num_context_tokens) == num_rows,
             "one sampling row per sampled sequence": len(batch.sampling) == len(batch.sampled),
             "a request is in a step once": len(set(batch.request_ids)) == num_rows,
         }
@@ -142,7 +130,7 @@ class FakeRunner:
 
     def _check_row(self, batch: StepBatch, row: int) -> None:
         name, table = batch.request_ids[row], batch.block_tables[row]
-        start, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+        start, end = batch.query_starts[row : row + 2].tolist()
         context = int(batch.num_context_tokens[row])
         positions = np.arange(context, context + end - start)
         if not np.array_equal(batch.positions[start:end], positions):
@@ -155,33 +143,26 @@ class FakeRunner:
             raise StampMismatch(f"{name}: its slots are not those of its block table")
 
     def _slots(self, table: Int32Array, positions: npt.NDArray[np.int64]) -> Int64Array:
-        return (
-            table[positions // self.block_tokens].astype(np.int64) * self.block_tokens + positions % self.block_tokens
-        )
+        blocks, offsets = np.divmod(positions, self.block_tokens)
+        return table[blocks].astype(np.int64) * self.block_tokens + offsets
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         for from_block, to_block in copies:
-            source = slice(from_block * self.block_tokens, (from_block + 1) * self.block_tokens)
-            target = slice(to_block * self.block_tokens, (to_block + 1) * self.block_tokens)
             for memory in (self._tokens, self._positions, self._stamps):
-                memory[target] = memory[source]
+                blocks = memory.reshape(self.num_blocks, self.block_tokens)  # a view
+                blocks[to_block] = blocks[from_block]
 
     def _write(self, batch: StepBatch) -> None:
-        """Shortest context first: a sequence may go on from blocks that another one writes in this very
-        step."""
+        """Shortest context first: a sequence may go on from blocks that another one writes in this very step."""
         self._tokens[batch.slots] = batch.token_ids
         self._positions[batch.slots] = batch.positions
         for row in np.argsort(batch.num_context_tokens, kind="stable").tolist():
-            start, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+            start, end = batch.query_starts[row : row + 2].tolist()
             context = int(batch.num_context_tokens[row])
-            before = self._root(batch.request_ids[row])
+            before = namespace_stamp(self._namespace_of(batch.request_ids[row]))
             if context:
-                slot = self._slots(batch.block_tables[row], np.array([context - 1]))[0]
-                before = int(self._stamps[slot])
+                before = int(self._stamps[self._slots(batch.block_tables[row], np.array([context - 1]))[0]])
             self._stamps[batch.slots[start:end]] = chain(before, batch.token_ids[start:end], batch.positions[start:end])
-
-    def _root(self, request_id: str) -> int:
-        return namespace_stamp(self._namespace_of(request_id) if self._namespace_of is not None else "")
 
     def _checked_stamp(self, batch: StepBatch, row: int) -> int:
         """The stamp of the last query token, after checking every link from the first token to it."""
@@ -189,18 +170,15 @@ class FakeRunner:
         num_tokens = int(batch.num_context_tokens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
         positions = np.arange(num_tokens)
         slots = self._slots(batch.block_tables[row], positions)
-        wrong = np.flatnonzero(self._positions[slots] != positions)
-        if len(wrong):
-            at, slot = int(wrong[0]), int(slots[wrong[0]])
-            raise StampMismatch(
-                f"{name}: position {at} reads slot {slot}, which holds position {self._positions[slot]}"
-            )
+        for at in np.flatnonzero(self._positions[slots] != positions).tolist():
+            held = self._positions[slots[at]]
+            raise StampMismatch(f"{name}: position {at} reads slot {slots[at]}, which holds position {held}")
         stamps = self._stamps[slots]
-        before = np.concatenate((np.array([self._root(name)], np.uint64), stamps[:-1]))
-        wrong = np.flatnonzero(link(before, self._tokens[slots], positions) != stamps)
-        if len(wrong):
-            at, slot = int(wrong[0]), int(slots[wrong[0]])
-            raise StampMismatch(f"{name}: slot {slot} at position {at} was written for another prefix or namespace")
+        before = np.concatenate((np.array([namespace_stamp(self._namespace_of(name))], np.uint64), stamps[:-1]))
+        for at in np.flatnonzero(link(before, self._tokens[slots], positions) != stamps).tolist():
+            raise StampMismatch(
+                f"{name}: slot {slots[at]} at position {at} was written for another prefix or namespace"
+            )
         return int(stamps[-1])
 
     # -- sampling --
@@ -210,7 +188,7 @@ class FakeRunner:
         logprobs: list[TokenLogprobs | None] = []
         for row, sampling in zip(batch.sampled.tolist(), batch.sampling, strict=True):
             position = int(batch.positions[batch.query_starts[row + 1] - 1]) + 1
-            script: Mapping[int, int] = self._scripts.get(batch.request_ids[row], {})
+            script = self._scripts.get(batch.request_ids[row], {})
             token = script.get(position, self._choose(sampling, stamps[row]))
             tokens.append(token)
             logprobs.append(_logprobs(token, stamps[row], sampling.params))
@@ -235,8 +213,7 @@ _MASK = 2**64 - 1
 
 
 def link(before: _UInt64Array, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
-    """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo
-    2**64."""
+    """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo 2**64."""
     stamps: _UInt64Array = before * np.uint64(_FACTOR) + _hash(token_ids, positions)
     return stamps
 

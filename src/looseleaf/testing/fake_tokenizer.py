@@ -26,17 +26,12 @@ class FakeTokenizer:
         return [self.bos_token_id, *tokens] if add_special_tokens else tokens
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the bytes; parts of characters come out as U+FFFD. Special tokens: skipped, or `<|bos|>`,
-        `<|eos|>`."""
+        """Text of the bytes; parts of characters come out as U+FFFD. Special tokens: skipped, or as `<|bos|>`."""
         if skip_special_tokens and max(token_ids, default=0) < _NUM_BYTES:
             return bytes(token_ids).decode("utf-8", errors="replace")
         names = {self.bos_token_id: b"<|bos|>", self.eos_token_id: b"<|eos|>"}
-        parts = []
-        for token in token_ids:
-            if 0 <= token < _NUM_BYTES:
-                parts.append(bytes((token,)))
-            elif not skip_special_tokens:
-                parts.append(names.get(token, f"<|{token}|>".encode()))
+        kept = [token for token in token_ids if not skip_special_tokens or token < _NUM_BYTES]
+        parts = [bytes((token,)) if token < _NUM_BYTES else names.get(token, b"<|%d|>" % token) for token in kept]
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
