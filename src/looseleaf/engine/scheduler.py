@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Ending:
-    """A sequence that ended while the plan was made; it is neither running nor waiting any more."""
+    """A sequence that ended while the plan was made: it neither runs nor waits any more."""
 
     sequence: Sequence
     reason: FinishReason
@@ -160,7 +160,7 @@ class Scheduler:
         """Match, hold and reserve all that the sequence needs, or nothing.
 
         Raises:
-            OutOfBlocks: it does not fit and `must` says that waiting would not help. Nothing is held then.
+            OutOfBlocks: it does not fit and `must` says that waiting would not help.
             DuplicateRequest: somebody else holds a lease of this id.
         """
         num_wanted_tokens = self._num_reserved_tokens(sequence)

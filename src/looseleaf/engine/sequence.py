@@ -32,12 +32,8 @@ class GivenOut:
 
     def joined(self, later: GivenOut) -> GivenOut:
         """This and then `later`, as one."""
-        return GivenOut(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.is_stopped or later.is_stopped,
-        )
+        text, token_ids = self.text + later.text, self.token_ids + later.token_ids
+        return GivenOut(text, token_ids, self.logprobs + later.logprobs, self.is_stopped or later.is_stopped)
 
 
 NOTHING = GivenOut()

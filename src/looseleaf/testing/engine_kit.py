@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 from looseleaf.core.config import CacheConfig
@@ -27,21 +28,13 @@ class RecordingObserver:
         """The values of all calls of one name."""
         return [values for called, values in self.calls if called == name]
 
-    def on_step(self, **values: float) -> None:
-        """See `EngineObserver`."""
-        self.calls.append(("on_step", values))
+    def _record(self, name: str, **values: Any) -> None:
+        self.calls.append((name, values))
 
-    def on_first_token(self, **values: float) -> None:
-        """See `EngineObserver`."""
-        self.calls.append(("on_first_token", values))
-
-    def on_finish(self, **values: str | float) -> None:
-        """See `EngineObserver`."""
-        self.calls.append(("on_finish", values))
-
-    def on_preempt(self, **values: int) -> None:
-        """See `EngineObserver`."""
-        self.calls.append(("on_preempt", values))
+    on_step = partialmethod(_record, "on_step")
+    on_first_token = partialmethod(_record, "on_first_token")
+    on_finish = partialmethod(_record, "on_finish")
+    on_preempt = partialmethod(_record, "on_preempt")
 
 
 class EngineKit:

@@ -55,7 +55,7 @@ _ARRIVALS = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, steps, aborts, pins, unpins, clears and breaks. What must hold: every request ends exactly once; what it gave
+    """Adds, steps, aborts, pins, unpins, clears, breaks. What must hold: every request ends exactly once; what it gave
     out is the beginning of its cold tokens, and all of them if it ended by itself; each delta's text is its tokens'
     text; usage adds up; waiting requests hold nothing; the model never read a block that was not this sequence's."""
 

@@ -1,6 +1,7 @@
 """What the fake model computes, written down plainly: one token after the other, Python integers, no blocks.
 
-`FakeRunner` computes the same through blocks and arrays; all that they share is the choice of a token from a stamp.
+`FakeRunner` computes the same through blocks; they share how a stamp follows from the one before it, and a token from a
+stamp.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class FakeModel:
         prompt_tokens = [int(token) for token in prompt]
         stamp = namespace_stamp(namespace)
         for position, token in enumerate(prompt_tokens):
-            stamp = _next_stamp(stamp, token, position)
+            stamp = next_stamp(stamp, token, position)
         generated: list[int] = []
         while len(generated) < num_tokens:
             position = len(prompt_tokens) + len(generated)
@@ -47,7 +48,7 @@ class FakeModel:
             generated.append(token)
             if token == self.eos_token_id and not params.ignore_eos:
                 break
-            stamp = _next_stamp(stamp, token, position)
+            stamp = next_stamp(stamp, token, position)
         return generated
 
 
@@ -75,7 +76,8 @@ def fake_token(
     return token if token < model.eos_token_id else token + 1
 
 
-def _next_stamp(stamp: int, token: int, position: int) -> int:
+def next_stamp(stamp: int, token: int, position: int) -> int:
+    """The stamp of `token` at `position`, after that of the token before it."""
     mixed = ((token + 1) * 0xD6E8FEB86659FD93 & _MASK) ^ ((position + 1) * 0xA0761D6478BD642F & _MASK)
     mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & _MASK
     mixed ^= mixed >> 29

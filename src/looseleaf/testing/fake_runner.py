@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
-from looseleaf.engine.sampling import SamplingParams, SamplingRow, TokenLogprobs
+from looseleaf.engine.sampling import SamplingParams, TokenLogprobs
 from looseleaf.ids import Int32Array, Int64Array
-from looseleaf.testing.fake_model import FakeModel, fake_token, namespace_stamp
+from looseleaf.testing.fake_model import FakeModel, fake_token, namespace_stamp, next_stamp
 
 _UInt64Array = npt.NDArray[np.uint64]
 _NEVER = -1
@@ -162,7 +162,9 @@ class FakeRunner:
             before = namespace_stamp(self._namespace_of(batch.request_ids[row]))
             if context:
                 before = int(self._stamps[self._slots(batch.block_tables[row], np.array([context - 1]))[0]])
-            self._stamps[batch.slots[start:end]] = chain(before, batch.token_ids[start:end], batch.positions[start:end])
+            tokens, positions = batch.token_ids[start:end].tolist(), batch.positions[start:end].tolist()
+            for slot, token, position in zip(batch.slots[start:end], tokens, positions, strict=True):
+                before = self._stamps[slot] = next_stamp(before, token, position)
 
     def _checked_stamp(self, batch: StepBatch, row: int) -> int:
         """The stamp of the last query token, after checking every link from the first token to it."""
@@ -170,15 +172,18 @@ class FakeRunner:
         num_tokens = int(batch.num_context_tokens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
         positions = np.arange(num_tokens)
         slots = self._slots(batch.block_tables[row], positions)
-        for at in np.flatnonzero(self._positions[slots] != positions).tolist():
-            held = self._positions[slots[at]]
-            raise StampMismatch(f"{name}: position {at} reads slot {slots[at]}, which holds position {held}")
+        wrong = np.flatnonzero(self._positions[slots] != positions)
+        if len(wrong):
+            at, slot = wrong[0], slots[wrong[0]]
+            raise StampMismatch(
+                f"{name}: position {at} reads slot {slot}, which holds position {self._positions[slot]}"
+            )
         stamps = self._stamps[slots]
         before = np.concatenate((np.array([namespace_stamp(self._namespace_of(name))], np.uint64), stamps[:-1]))
-        for at in np.flatnonzero(link(before, self._tokens[slots], positions) != stamps).tolist():
-            raise StampMismatch(
-                f"{name}: slot {slots[at]} at position {at} was written for another prefix or namespace"
-            )
+        wrong = np.flatnonzero(_next_stamps(before, self._tokens[slots], positions) != stamps)
+        if len(wrong):
+            at, slot = wrong[0], slots[wrong[0]]
+            raise StampMismatch(f"{name}: slot {slot} at position {at} was written for another prefix or namespace")
         return int(stamps[-1])
 
     # -- sampling --
@@ -188,16 +193,14 @@ class FakeRunner:
         logprobs: list[TokenLogprobs | None] = []
         for row, sampling in zip(batch.sampled.tolist(), batch.sampling, strict=True):
             position = int(batch.positions[batch.query_starts[row + 1] - 1]) + 1
-            script = self._scripts.get(batch.request_ids[row], {})
-            token = script.get(position, self._choose(sampling, stamps[row]))
+            params, history = sampling.params, None
+            if params.needs_history:
+                history = (sampling.prompt_tokens.tolist(), sampling.output_tokens.tolist())
+            token = fake_token(self.model, stamps[row], None if params.is_greedy else sampling.uniform, history)
+            token = self._scripts.get(batch.request_ids[row], {}).get(position, token)
             tokens.append(token)
-            logprobs.append(_logprobs(token, stamps[row], sampling.params))
+            logprobs.append(_logprobs(token, stamps[row], params))
         return StepOutput(np.array(tokens, np.int64), tuple(logprobs))
-
-    def _choose(self, sampling: SamplingRow, stamp: int) -> int:
-        params = sampling.params
-        history = (sampling.prompt_tokens.tolist(), sampling.output_tokens.tolist()) if params.needs_history else None
-        return fake_token(self.model, stamp, None if params.is_greedy else sampling.uniform, history)
 
 
 def _logprobs(token: int, stamp: int, params: SamplingParams) -> TokenLogprobs | None:
@@ -208,33 +211,11 @@ def _logprobs(token: int, stamp: int, params: SamplingParams) -> TokenLogprobs |
     return TokenLogprobs(token, value, tuple(range(token, token + top)), tuple(value - i for i in range(top)))
 
 
-_FACTOR = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
-
-def link(before: _UInt64Array, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
-    """The stamps [n] that follow the stamps `before` [n]: `before * factor + hash(token, position)`, modulo 2**64."""
-    stamps: _UInt64Array = before * np.uint64(_FACTOR) + _hash(token_ids, positions)
-    return stamps
-
-
-def chain(before: int, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
-    """The stamps [n] of n tokens in a row after a token of stamp `before`.
-
-    The recurrence s[i] = s[i-1] * a + h[i] modulo 2**64 (a odd, hence invertible) is
-    s[i] = a**(i+1) * (before + sum of h[j] * a**-(j+1) for j <= i): two cumulative array operations.
-    """
-    num_tokens = len(token_ids)
-    powers = np.cumprod(np.full(num_tokens, _FACTOR, np.uint64))
-    inverses = np.cumprod(np.full(num_tokens, pow(_FACTOR, -1, 2**64), np.uint64))
-    sums = np.cumsum(_hash(token_ids, positions) * inverses)
-    stamps: _UInt64Array = powers * (np.uint64(before & _MASK) + sums)
-    return stamps
-
-
-def _hash(token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
+def _next_stamps(before: _UInt64Array, token_ids: Int64Array, positions: npt.NDArray[np.int64]) -> _UInt64Array:
+    """`fake_model.next_stamp` over arrays [n]: what follows each of the stamps `before`."""
     mixed: _UInt64Array = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
     mixed ^= (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0xA0761D6478BD642F)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
+    mixed += before * np.uint64(0x9E3779B97F4A7C15)
     return mixed
