@@ -36,13 +36,8 @@ class _Mailbox:
         self.deltas.append(delta)
         self.is_complete = delta.finish_reason is not None
 
-    def wake(self) -> None:
-        """Event loop's thread: let the reader look again."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
     async def wait(self) -> None:
-        """Event loop's thread: until `wake`, unless there is something already."""
+        """Event loop's thread: until woken, unless there is something already."""
         self.loop = asyncio.get_running_loop()
         self.waiter = self.loop.create_future()
         try:
@@ -233,5 +228,7 @@ class AsyncEngine:
 
 
 def _wake_all(mailboxes: list[_Mailbox]) -> None:
+    """Event loop's thread: let the readers look again."""
     for mailbox in mailboxes:
-        mailbox.wake()
+        if mailbox.waiter is not None and not mailbox.waiter.done():
+            mailbox.waiter.set_result(None)
