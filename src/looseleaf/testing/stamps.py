@@ -31,8 +31,9 @@ class StampMemory:
     def copy_block(self, from_block: int, to_block: int) -> None:
         """Do one of the copies that a fork asks for."""
         size = self._block_tokens
-        self._stamps[to_block * size : (to_block + 1) * size] = self._stamps[from_block * size : (from_block + 1) *
-        size]
+        self._stamps[to_block * size : (to_block + 1) * size] = self._stamps[
+            from_block * size : (from_block + 1) * size
+        ]
 
     def verify(self, lease: Lease) -> None:
         """Check all committed positions of a live lease.
