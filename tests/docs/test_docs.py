@@ -1,4 +1,4 @@
-"""Docs that cannot rot: README code runs, settings, policies, reasons and errors are documented, links lead somewhere."""
+"""Docs that cannot rot: README code runs, what can be set or go wrong is documented, links lead somewhere."""
 
 from __future__ import annotations
 
