@@ -57,7 +57,7 @@ def referee(trace: Trace, capacity: int, policy: str) -> int:
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
 @pytest.mark.parametrize("capacity", [7, 41, 120])
-@pytest.mark.parametrize("page_tokens", [16, 256])
+@pytest.mark.parametrize("page_tokens", [8, 16, 256])
 def test_hits_equal_a_plain_referee(policy: str, capacity: int, page_tokens: int) -> None:
     """Instant replay through the real cache hits exactly what plain block-level code hits, whatever the page size."""
     trace = conversations(120)

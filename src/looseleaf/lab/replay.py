@@ -56,7 +56,7 @@ def replay_instant(
         trace: must tell which blocks its prompts have.
         capacity_blocks: blocks of the cache; exact, also where it is no whole number of pages.
         policy: name of an eviction policy.
-        page_tokens: tokens of a page, 256 or one block if None. Hits do not depend on it.
+        page_tokens: tokens of a page, 256 if None; at least one block. Hits do not depend on it.
         block_tokens: tokens of a block, the trace's own if None; any other size is refused.
         on_progress: is called with the number of requests done.
 
@@ -80,7 +80,7 @@ def replay_instant(
                 f"blocks, which are not blocks of {size} tokens",
                 "leave --block-tokens out, or give the size that the trace was made with",
             )
-    page = max(256, size) if page_tokens is None else page_tokens
+    page = max(page_tokens or 256, size)
     num_pages = -(-capacity_blocks * size // page)
     cache = CacheManager(
         CacheConfig(num_pages=num_pages, page_tokens=page, block_tokens=size, policy=policy, num_known_requests=0)
