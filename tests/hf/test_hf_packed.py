@@ -22,7 +22,7 @@ def close(row: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_logits_of_any_chunking(runner: HFRunner, plain: PreTrainedModel, seed: int) -> None:
-    """[R29] Mixed prefill chunks and single tokens, cut anywhere, in permuted blocks: logits within 1e-4 of
+    """[R29, H95, H96] Mixed prefill chunks and single tokens, cut anywhere, in permuted blocks: logits within 1e-4 of
     one pass.
 
     Lengths go beyond the window of the windowed models, and to the edges of blocks.
