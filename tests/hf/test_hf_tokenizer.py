@@ -77,11 +77,13 @@ def test_plain_template_where_there_is_none(tokenizer: HFTokenizer) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>System: Be brief.\nUser: Hi\nAssistant:"
     closed = tokenizer.render_chat(messages, add_generation_prompt=False)
     assert closed == ids[: len(closed)]
+    assert tokenizer.chat_stops == ("\nUser:", "\nSystem:")
 
 
 def test_the_models_own_template(tokenizer: HFTokenizer) -> None:
     """The tokenizer's template is used where there is one; special tokens are written once, by it."""
     tokenizer._tokenizer.chat_template = STRICT_TEMPLATE
+    assert tokenizer.chat_stops == ()
     ids = tokenizer.render_chat(
         [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
     )

@@ -20,6 +20,18 @@ async def test_chat_answers(server):
     assert answer.usage.prompt_tokens == len(server.tokenizer.render_chat(MESSAGES))
 
 
+async def test_the_template_says_where_a_turn_ends(server, monkeypatch):
+    """Where a template marks turns by text, a chat answer ends there; with `ignore_eos` it goes on."""
+    body = {"model": "fake", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    whole = (await server.openai.chat.completions.create(**body)).choices[0].message.content
+    mark = whole[3:5]
+    monkeypatch.setattr(type(server.tokenizer), "chat_stops", (mark,))
+    cut = (await server.openai.chat.completions.create(**body)).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (whole[: whole.index(mark)], "stop")
+    free = (await server.openai.chat.completions.create(**body, extra_body={"ignore_eos": True})).choices[0]
+    assert free.message.content == whole
+
+
 async def test_stream_begins_with_the_role(server):
     """The first event of each choice carries the role and no text, the last a reason to end; the texts joined equal
     the answer."""

@@ -154,7 +154,7 @@ def print_welcome(facts: dict[str, Any]) -> None:
         f"  from openai import OpenAI\n"
         f'  client = OpenAI(base_url="{url}/v1", api_key="none")\n'
         f'  client.chat.completions.create(model="{name}", messages=[{{"role": "user", "content": "Hello"}}])\n\n'
-        f"  dashboard {url}/dashboard   metrics {url}/metrics   API {url}/docs   stop: Ctrl-C",
+        f"  dashboard {url}/dashboard   metrics {url}/metrics   API {url}/openapi.json   stop: Ctrl-C",
         markup=False,
         soft_wrap=True,
     )

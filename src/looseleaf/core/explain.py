@@ -104,7 +104,7 @@ def explain_lookup(
         return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
     if num_cached_blocks == 0 and tree.first_blocks.get(block):
         return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
-    if num_cached_blocks == 0 and num_beyond:
+    if num_cached_blocks == 0 and num_beyond > 1:  # one token may be the mark with which every prompt begins
         why = f"{num_beyond} tokens are shared with a stored prompt, less than one block of {block_tokens}"
         return answer("below_one_block", why, num_beyond)
     if num_cached_blocks and node.children:

@@ -9,6 +9,11 @@ from typing import Protocol
 class Tokenizer(Protocol):
     """Text to token ids and back. Safe to call from several threads."""
 
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """Strings that end an assistant's turn, where the template marks turns by text and not by tokens."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` what the model expects at the start (BOS) is added."""
 

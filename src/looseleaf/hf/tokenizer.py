@@ -21,6 +21,8 @@ PLAIN_CHAT_TEMPLATE = (
 )
 """For tokenizers without a template of their own: one line a turn, `User: …`, then `Assistant:`."""
 
+PLAIN_CHAT_STOPS = ("\nUser:", "\nSystem:")
+
 END_OF_TURN_TOKENS = frozenset(
     ["<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<|endoftext|>", "</s>"]
 )
@@ -52,6 +54,11 @@ class HFTokenizer:
         added = self._tokenizer.get_added_vocab()
         found = {self._tokenizer.eos_token_id, *(added.get(text) for text in END_OF_TURN_TOKENS)}
         return frozenset(int(token) for token in found if token is not None)
+
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """The beginnings of other turns in the plain template; none where the model has a template of its own."""
+        return () if self._tokenizer.chat_template else PLAIN_CHAT_STOPS
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` what the model expects at the start is added."""

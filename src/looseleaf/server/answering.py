@@ -57,15 +57,16 @@ async def answer(
     prompts: Sequence[list[int]],
     max_tokens: int,
     marked: Sequence[PinRequest] = (),
+    stops: tuple[str, ...] = (),
 ) -> Response:
     """Generate from `prompts` and answer, at once or as a stream. A client that leaves ends it. `marked`: pins that
-    `body` asks for besides those of its retention.
+    `body` asks for besides those of its retention. `stops`: where an answer ends besides what `body` asks for.
 
     Raises:
         LooseleafError: the engine refuses or fails a request.
     """
     namespace = caller.namespace(body.cache_salt)
-    requests = _requests(body, answer_format.answer_id, prompts, max_tokens, namespace)
+    requests = _requests(body, answer_format.answer_id, prompts, max_tokens, namespace, stops)
     pins = context.request_pins
     wishes = _wishes(context, body, prompts, marked)
     outcomes = [pins.grant(wish, namespace=namespace, owner=caller.name) for wish in wishes]
@@ -90,7 +91,12 @@ async def answer(
 
 
 def _requests(
-    body: GenerationBody, answer_id: str, prompts: Sequence[list[int]], max_tokens: int, namespace: str
+    body: GenerationBody,
+    answer_id: str,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    namespace: str,
+    stops: tuple[str, ...],
 ) -> list[GenerationRequest]:
     """One engine request per choice; choice c of prompt p is number p * n + c. A lone one carries the answer's id
     itself, several carry `id-0`, `id-1`, …; a seed is moved on by the number of the choice."""
@@ -98,7 +104,7 @@ def _requests(
     if asked.get("top_k") == -1:
         asked["top_k"] = 0
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    params = SamplingParams(max_tokens=max_tokens, stop=stop, num_logprobs=body.num_logprobs, **asked)
+    params = SamplingParams(max_tokens=max_tokens, stop=stop + stops, num_logprobs=body.num_logprobs, **asked)
     total = len(prompts) * body.num_choices
     requests = []
     for index in range(total):

@@ -20,6 +20,11 @@ class FakeTokenizer:
     eos_token_id = _NUM_BYTES + 1
     vocab_size = _NUM_BYTES + 4
 
+    @property
+    def chat_stops(self) -> tuple[str, ...]:
+        """None: tests say where a text ends."""
+        return ()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The UTF-8 bytes of `text`, after BOS if `add_special_tokens`."""
         tokens = list(text.encode("utf-8"))

@@ -67,6 +67,7 @@ async def create_chat_completion(
         prompts=[prompt],
         max_tokens=_max_chat_tokens(context, body, len(prompt)),
         marked=await _marked_prefixes(context, body, turns, prompt),
+        stops=() if body.ignore_eos else context.tokenizer.chat_stops,
     )
 
 
