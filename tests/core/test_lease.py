@@ -84,6 +84,9 @@ def test_running_requests_can_be_matched(make: MakeCache) -> None:
         with cache.lease([*prompt, 1]) as other:
             assert other.num_cached_tokens == 8
             assert other.block_table.tolist() == lease.block_table[:2].tolist()
+            lease.commit(16)  # what follows is this lease's alone
+            cache.check_integrity()
+            assert len(other.block_table) == 2
 
 
 def test_equal_blocks_are_stored_once(make: MakeCache) -> None:
