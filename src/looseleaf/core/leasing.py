@@ -330,11 +330,9 @@ class LeaseDesk:
         if last == first or not lease.stores:
             return
         data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
-        blocks = lease.table[first:last]
-        before = blocks.copy()
+        blocks = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
         lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, blocks)
-        if not np.array_equal(before, blocks):
-            self._sync(lease)
+        self._sync(lease)
 
     def _set_tail(self, lease: Lease, data: bytes) -> None:
         """What is known behind `lease.head`, less than a block; brings the row in line with both."""

@@ -44,7 +44,7 @@ class CacheManager:
     Args:
         config: sizes, policy, quota.
         clock: gives seconds; used for expiry and for ages in explanations, never by policies.
-        on_event: is called, under the lock, with every `CacheEvent`; it must be quick and not call back.
+        on_event: is called, under the lock, with every `CacheEvent`; it must be quick, not raise and not call back.
     """
 
     def __init__(

@@ -61,7 +61,6 @@ class _Figures:
     unfilled_places: float = 0.0
     places: float = 0.0
     peak_blocks: int = 0
-    num_preemptions: int = 0
 
 
 @dataclass
@@ -134,7 +133,6 @@ class _Simulation:
         victim.lease = None
         self.decoding.remove(victim)
         self.waiting.appendleft(victim)
-        self.figures.num_preemptions += 1
 
     def measure(self, seconds: float) -> None:
         """Weigh the present state with the time that it lasts."""

@@ -1,0 +1,53 @@
+"""What the engine adds to a decode step of 256 requests, in milliseconds, over a model that costs nothing.
+
+    python bench/engine_step.py
+
+Prints JSON: medians and 95th percentiles of scheduling (plan and batch) and of the whole step (with commit and text),
+for greedy and for sampled requests.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from looseleaf.cli.machine import provenance
+from looseleaf.engine.config import EngineConfig
+from looseleaf.engine.runner import StepBatch, StepOutput
+from looseleaf.testing.engine_kit import EngineKit, sample_prompt
+
+NUM_ROWS = 256
+NUM_STEPS = 300
+
+
+def free_model(batch: StepBatch) -> StepOutput:
+    """The same token for everybody."""
+    num_sampled = len(batch.sampled)
+    return StepOutput(np.full(num_sampled, 65, np.int64), (None,) * num_sampled)
+
+
+def measure(params: dict[str, Any]) -> dict[str, float]:
+    """Figures of `NUM_STEPS` decode steps with these sampling parameters."""
+    config = EngineConfig(max_running_requests=NUM_ROWS, max_step_tokens=100_000)
+    kit = EngineKit(num_blocks=16_384, block_tokens=16, blocks_per_page=16, config=config)
+    kit.runner.execute = free_model  # type: ignore[method-assign]
+    for number in range(NUM_ROWS):
+        kit.add(f"r{number}", sample_prompt(150 + number % 100, seed=number), NUM_STEPS + 50, **params)
+    for _ in range(NUM_STEPS):
+        kit.engine.step()
+    steps = kit.observer.named("on_step")[2:]
+    figures = {}
+    for key in ("schedule_seconds", "seconds"):
+        median, high = np.percentile([1000 * step[key] for step in steps], [50, 95])
+        name = key.removesuffix("seconds").rstrip("_") or "step"
+        figures |= {f"{name}_p50_ms": round(median, 3), f"{name}_p95_ms": round(high, 3)}
+    return figures
+
+
+if __name__ == "__main__":
+    kinds: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 3}}
+    print(
+        json.dumps({"provenance": provenance(), **{kind: measure(params) for kind, params in kinds.items()}}, indent=2)
+    )
