@@ -14,33 +14,55 @@ from looseleaf.errors import ConfigError
 MAX_BLOCKS_PER_PAGE = 64
 """A page's occupancy is one bit mask of 64 bits."""
 
+GROUP_KINDS = ("full", "window", "chunked")
+"""What the layers of a group keep; see `LayerGroup`."""
+
 
 @strict_settings
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep the same history: `kind` is "full" or "window"; a window keeps the last `window_tokens`
-    tokens."""
+    """Layers that keep the same history.
+
+    kind: "full" keeps all tokens; "window" the last `window_tokens` tokens; "chunked" those since the last multiple of
+    `chunk_tokens` (attention that looks back within its chunk only).
+    num_lanes: the group's layers are stored in so many lanes of equal bytes per token; each lane has block ids of its
+    own, so that lanes of all groups can take their blocks from one pool.
+    name: key of the group in `Lease.block_tables`; its kind if left out.
+    """
 
     kind: str = "full"
     window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    num_lanes: int = 1
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            ConfigError: unknown kind, or a window without a positive size.
+            ConfigError: unknown kind, or a window or chunk without a positive size.
         """
-        if self.kind not in ("full", "window"):
-            raise unknown_setting(str(self.kind), ("full", "window"), "LayerGroup")
-        if self.kind == "window" and (self.window_tokens is None or self.window_tokens < 1):
-            raise ConfigError(f"a window group needs window_tokens >= 1, not {self.window_tokens!r}")
-        if self.kind == "full" and self.window_tokens is not None:
-            raise ConfigError("a full group has no window_tokens", 'use LayerGroup("window", window_tokens=...)')
+        if self.kind not in GROUP_KINDS:
+            raise unknown_setting(str(self.kind), GROUP_KINDS, "LayerGroup")
+        for kind, setting in (("window", "window_tokens"), ("chunked", "chunk_tokens")):
+            value = getattr(self, setting)
+            if self.kind == kind:
+                if value is None:
+                    raise ConfigError(f"a {kind} group needs {setting} >= 1, not None")
+                _check_count(setting, value, 1)
+            elif value is not None:
+                raise ConfigError(f"a {self.kind} group has no {setting}", f'use LayerGroup("{kind}", {setting}=...)')
+        _check_count("num_lanes", self.num_lanes, 1)
+        if not self.name:
+            object.__setattr__(self, "name", self.kind)
 
-    @property
-    def name(self) -> str:
-        """Key of the group in `Lease.block_tables`."""
-        return self.kind
+    def first_needed_token(self, num_tokens: int) -> int:
+        """The oldest token that must still be there to compute the token at position `num_tokens`, and all after it."""
+        if self.window_tokens is not None:
+            return max(0, num_tokens - self.window_tokens)
+        if self.chunk_tokens is not None:
+            return num_tokens // self.chunk_tokens * self.chunk_tokens
+        return 0
 
 
 @strict_settings

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from looseleaf.core.config import LayerGroup
 from looseleaf.engine.sampling import SamplingRow, TokenLogprobs
 from looseleaf.ids import Int32Array, Int64Array
 
@@ -15,6 +17,7 @@ class ModelInfo:
 
     `max_model_tokens`: positions that the model was made for. `bytes_per_token`: K and V of one token in all layers.
     `eos_token_ids`: any of them ends a sequence. `kv_layout`: fingerprint of what a block holds (revision, dtype, …).
+    `groups`: the layer groups whose blocks a step names, in the order of `StepBatch.groups`.
     """
 
     name: str
@@ -23,6 +26,25 @@ class ModelInfo:
     bytes_per_token: int
     eos_token_ids: frozenset[int]
     kv_layout: str
+    groups: tuple[LayerGroup, ...] = (LayerGroup("full"),)
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Where the layers of one group put and find K and V in a step of S sequences and T tokens.
+
+    A group has one or more lanes: sets of layers with equal bytes per token, each with block ids of its own. All lanes
+    of all groups take their blocks from one pool.
+
+        slots        [num_lanes, T] int64    where the tokens' K and V go: block_id * block_tokens + offset
+        block_tables S arrays int32 [num_blocks, num_lanes]    blocks of the sequence in order, from the logical block
+                                             first_blocks[s] on; they cover what its query tokens may see, and these
+        first_blocks [S] int32               logical block with which each table begins; 0 in a group of kind "full"
+    """
+
+    slots: Int64Array
+    block_tables: tuple[Int32Array, ...]
+    first_blocks: Int32Array
 
 
 @dataclass(frozen=True)
@@ -33,11 +55,11 @@ class StepBatch:
 
         token_ids   [T] int64    tokens to compute
         positions   [T] int64    their positions in their own sequence
-        slots       [T] int64    where their K and V go: block_id * block_tokens + offset
         query_starts [S + 1] int32
         num_context_tokens [S] int32   tokens of the sequence that lie before its first query token, already in blocks
-        block_tables  S arrays int32   blocks of the sequence in order; they cover context and query tokens
-        sampled     [N] int32    the sequences (indices into S) whose next token is wanted, from their last query token
+        groups      one `GroupBatch` for each group of `ModelInfo.groups`
+        sampled     [N] int32    the sequences (indices into S) whose next token is wanted, from their last query token;
+                                 one may be named several times (samples that share a prompt)
         sampling    N rows       how, in the order of `sampled`
         copies      pairs (from_block, to_block) to copy before anything is written
 
@@ -47,10 +69,9 @@ class StepBatch:
     request_ids: tuple[str, ...]
     token_ids: Int64Array
     positions: Int64Array
-    slots: Int64Array
     query_starts: Int32Array
     num_context_tokens: Int32Array
-    block_tables: tuple[Int32Array, ...]
+    groups: tuple[GroupBatch, ...]
     sampled: Int32Array
     sampling: tuple[SamplingRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -68,9 +89,9 @@ class StepOutput:
 class ModelRunner(Protocol):
     """A model whose keys and values live in blocks.
 
-    Guarantees of the caller: calls come one at a time, from one thread; every slot of `batch.slots` belongs to that
-    sequence alone; block ids are below `num_blocks` given at construction. The runner modifies only the slots named and
-    the targets of `copies`.
+    Guarantees of the caller: calls come one at a time, from one thread; every slot that a batch writes belongs to that
+    sequence and lane alone; block ids are below the number of blocks given at construction or by `resize`. The runner
+    modifies only the slots named and the targets of `copies`.
     """
 
     @property
@@ -80,3 +101,11 @@ class ModelRunner(Protocol):
     def execute(self, batch: StepBatch) -> StepOutput:
         """Do the copies, compute the step, sample. Raises whatever the model raises; the engine then fails the requests
         of this step, and none of their tokens are committed."""
+
+    def resize(self, num_blocks: int, copies: Sequence[tuple[int, int]]) -> None:
+        """Have memory for `num_blocks` blocks from now on, and do `copies` (from_block, to_block) on the way: before a
+        shrink, after a growth; all are read before any is written. Blocks at and above `num_blocks` are lost.
+
+        Raises:
+            CapacityError: there is no memory for so many; nothing has changed.
+        """
