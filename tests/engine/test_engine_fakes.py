@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from looseleaf.engine.runner import StepBatch
+from looseleaf.engine.runner import GroupBatch, StepBatch
 from looseleaf.engine.sampling import SamplingParams, SamplingRow
 from looseleaf.errors import RequestError
 from looseleaf.testing.fake_runner import FakeRunner, StampMismatch
@@ -23,18 +23,25 @@ def batch_of(name, tokens, num_context, table, block_tokens=4, copies=()):
     """One sequence: `tokens` after `num_context` tokens that are in `table` already."""
     positions = np.arange(num_context, num_context + len(tokens))
     table = np.array(table, np.int32)
+    slots = table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
     return StepBatch(
         request_ids=(name,),
         token_ids=np.array(tokens, np.int64),
         positions=positions,
-        slots=table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens,
         query_starts=np.array([0, len(tokens)], np.int32),
         num_context_tokens=np.array([num_context], np.int32),
-        block_tables=(table,),
+        groups=(GroupBatch(slots[None], (table[:, None],), np.zeros(1, np.int32)),),
         sampled=np.array([0], np.int32),
         sampling=(SamplingRow(GREEDY, 0.0, NONE, NONE),),
         copies=copies,
     )
+
+
+def with_group(batch, index=0, **changes):
+    """`batch` with other values in one of its groups."""
+    groups = list(batch.groups)
+    groups[index] = dataclasses.replace(groups[index], **changes)
+    return dataclasses.replace(batch, groups=tuple(groups))
 
 
 def written_runner():
@@ -75,7 +82,7 @@ def test_wrong_blocks_are_found(name, table, what):
     runner.execute(batch_of("a", [9], 8, [0, 1, 4]))
     batch = batch_of(name, [10], 9, [0, 1, 4])
     with pytest.raises(StampMismatch):
-        runner.execute(dataclasses.replace(batch, block_tables=(np.array(table, np.int32),)))
+        runner.execute(with_group(batch, block_tables=(np.array(table, np.int32)[:, None],)))
     assert len(runner.mismatches) == 1, what
 
 
@@ -92,9 +99,9 @@ def test_slots_must_be_those_of_the_table():
     runner = written_runner()
     batch = batch_of("a", [9, 10], 8, [0, 1, 4])
     with pytest.raises(StampMismatch, match="slots"):
-        runner.execute(dataclasses.replace(batch, slots=batch.slots + 1))
+        runner.execute(with_group(batch, slots=batch.groups[0].slots + 1))
     with pytest.raises(StampMismatch, match="twice"):
-        runner.execute(dataclasses.replace(batch, slots=batch.slots * 0 + 16))
+        runner.execute(with_group(batch, slots=batch.groups[0].slots * 0 + 16))
 
 
 def test_copied_blocks_go_on():

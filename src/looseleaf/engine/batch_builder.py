@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from looseleaf.engine.runner import StepBatch
-from looseleaf.engine.scheduler import Chunk, StepPlan
+from looseleaf.core.config import LayerGroup
+from looseleaf.core.lease import Lease
+from looseleaf.engine.runner import GroupBatch, StepBatch
+from looseleaf.engine.scheduler import StepPlan
 from looseleaf.ids import Int32Array, Int64Array
 
 
-def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
+def build_batch(plan: StepPlan, groups: Sequence[LayerGroup], block_tokens: int) -> StepBatch:
     """The arrays of `plan`: decodes first (one token each), then chunks, in the plan's order.
 
     Block tables are read from the leases here, after all reservations; a later commit may change them, so a batch is
     good for one step.
     """
     sequences, chunks, num_decodes = plan.sequences, plan.chunks, len(plan.decodes)
-    tables = tuple([sequence.held.block_table for sequence in sequences])
-    token_ids, slots = plan.decode_tokens, plan.decode_slots
+    token_ids = plan.decode_tokens
     positions = np.array([sequence.num_tokens - 1 for sequence in plan.decodes], np.int64)
+    spans = [np.arange(chunk.start, chunk.end, dtype=np.int64) for chunk in chunks]
     if chunks:
-        spans = [
-            _chunk_arrays(chunk, table, block_tokens) for chunk, table in zip(chunks, tables[num_decodes:], strict=True)
-        ]
-        token_ids = np.concatenate([token_ids, *(span[0] for span in spans)])
-        positions = np.concatenate([positions, *(span[1] for span in spans)])
-        slots = np.concatenate([slots, *(span[2] for span in spans)])
-    lengths = [0, *[1] * num_decodes, *(chunk.end - chunk.start for chunk in chunks)]
-    query_starts = np.cumsum(lengths, dtype=np.int32)
+        token_ids = np.concatenate([token_ids, *(chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks)])
+        positions = np.concatenate([positions, *spans])
+    query_starts = np.cumsum([0, *[1] * num_decodes, *(len(span) for span in spans)], dtype=np.int32)
     sampled = [*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)]
     return StepBatch(
         request_ids=tuple([sequence.request_id for sequence in sequences]),
         token_ids=token_ids,
         positions=positions,
-        slots=slots,
         query_starts=query_starts,
         num_context_tokens=positions[query_starts[:-1]].astype(np.int32),
-        block_tables=tables,
+        groups=_group_batches(plan, spans, groups, block_tokens),
         sampled=np.array(sampled, np.int32),
         sampling=tuple([sequences[i].sampling_row() for i in sampled]),
     )
 
 
-def _chunk_arrays(chunk: Chunk, table: Int32Array, block_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    token_ids = chunk.sequence.tokens[chunk.start : chunk.end].astype(np.int64)
-    positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
-    slots = table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-    return token_ids, positions, slots
+def _group_batches(
+    plan: StepPlan, spans: list[Int64Array], groups: Sequence[LayerGroup], block_tokens: int
+) -> tuple[GroupBatch, ...]:
+    """`spans`: the positions of each chunk."""
+    leases, num_decodes = [sequence.held for sequence in plan.sequences], len(plan.decodes)
+    tables_by_group = list(zip(*[_tables(lease) for lease in leases], strict=True))
+    batches, lane = [], 0
+    for index, (group, tables) in enumerate(zip(groups, tables_by_group, strict=True)):
+        first_blocks = np.zeros(len(leases), np.int32)
+        if group.kind != "full":
+            first_blocks[:] = [lease.firsts[index] for lease in leases]
+        slots = plan.decode_slots[lane : lane + group.num_lanes]
+        if spans:
+            rows = zip(spans, tables[num_decodes:], first_blocks[num_decodes:].tolist(), strict=True)
+            slots = np.concatenate([slots, *(_chunk_slots(*row, block_tokens) for row in rows)], axis=1)
+        batches.append(GroupBatch(slots, tables, first_blocks))
+        lane += group.num_lanes
+    return tuple(batches)
+
+
+def _chunk_slots(positions: Int64Array, table: Int32Array, first_block: int, block_tokens: int) -> Int64Array:
+    """Slots int64 [num_lanes, len(positions)] by a table [num_blocks, num_lanes] that begins at `first_block`."""
+    blocks, offsets = np.divmod(positions, block_tokens)
+    slots: Int64Array = table[blocks - first_block].T.astype(np.int64) * block_tokens + offsets
+    return slots
+
+
+def _tables(lease: Lease) -> tuple[Int32Array, ...]:
+    if hasattr(lease, "tables"):
+        return lease.tables
+    return (lease.block_table[:, None],)

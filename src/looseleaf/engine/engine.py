@@ -140,7 +140,7 @@ class Engine:
             self._finish(ending.sequence, ending.reason, error=ending.error)
         if not plan.sequences:
             return
-        batch = build_batch(plan, self._cache.plan.block_tokens)
+        batch = build_batch(plan, self._info.groups, self._cache.plan.block_tokens)
         scheduled = self._clock()
         try:
             output = self._checked(batch, self._runner.execute(batch))

@@ -25,7 +25,7 @@ from looseleaf.engine.sequence import Sequence
 from looseleaf.errors import LooseleafError, OutOfBlocks
 from looseleaf.ids import Int64Array
 
-_NONE = np.zeros(0, np.int64)
+_NO_TOKENS, _NO_SLOTS = np.zeros(0, np.int64), np.zeros((1, 0), np.int64)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class Ending:
 class StepPlan:
     """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
 
-    `decode_tokens`, `decode_slots`: int64 [len(decodes)], the tokens to compute and where their K and V go.
+    `decode_tokens`: int64 [len(decodes)], the tokens to compute; `decode_slots`: int64 [num_lanes, len(decodes)], where
+    their K and V go in each lane of all groups.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
-    decode_tokens: Int64Array = field(default_factory=lambda: _NONE)
-    decode_slots: Int64Array = field(default_factory=lambda: _NONE)
+    decode_tokens: Int64Array = field(default_factory=lambda: _NO_TOKENS)
+    decode_slots: Int64Array = field(default_factory=lambda: _NO_SLOTS)
     chunks: list[Chunk] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ class Scheduler:
         while decodes := [sequence for sequence in self.running if sequence.is_decoding]:
             tokens = np.array([sequence.last_token for sequence in decodes], np.int64)
             try:
-                plan.decode_slots = self._cache.append_many([sequence.held for sequence in decodes], tokens)
+                plan.decode_slots = self._cache.append_many([sequence.held for sequence in decodes], tokens)[None]
             except OutOfBlocks:
                 self._make_room(plan)
             else:

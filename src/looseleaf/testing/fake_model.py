@@ -14,6 +14,8 @@ from looseleaf.engine.sampling import SamplingParams, draw_uniform
 from looseleaf.ids import Int32Array
 
 _MASK = 2**64 - 1
+STAMP_FACTOR = 0x9E3779B97F4A7C15
+"""By what a stamp is multiplied on the way to the next one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def next_stamp(stamp: int, token: int, position: int) -> int:
     mixed = ((token + 1) * 0xD6E8FEB86659FD93 & _MASK) ^ ((position + 1) * 0xA0761D6478BD642F & _MASK)
     mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & _MASK
     mixed ^= mixed >> 29
-    return (stamp * 0x9E3779B97F4A7C15 + mixed) & _MASK
+    return (stamp * STAMP_FACTOR + mixed) & _MASK
 
 
 def _finish(value: int) -> int:
