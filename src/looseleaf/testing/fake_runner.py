@@ -182,7 +182,7 @@ class FakeRunner:
             "a request is in a step once": len(set(batch.request_ids)) == num_rows,
             "there is one group batch per group": len(batch.groups) == len(self._groups),
         }
-        for group, part in zip(self._groups, batch.groups):
+        for group, part in zip(self._groups, batch.groups, strict=False):
             facts |= {
                 f"{group.name} has slots in each lane": part.slots.shape == (group.num_lanes, num_tokens),
                 f"{group.name} has one table per sequence": len(part.block_tables) == num_rows,
