@@ -18,6 +18,11 @@ GROUP_KINDS = ("full", "window", "chunked")
 """What the layers of a group keep; see `LayerGroup`."""
 
 
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+
+
 @strict_settings
 @dataclass(frozen=True)
 class LayerGroup:
@@ -125,11 +130,6 @@ class CacheConfig:
                 f"groups ({names}): only one full group is served so far",
                 "leave groups out; models with window layers then keep all tokens of every layer",
             )
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
 
 
 @dataclass(frozen=True)
