@@ -55,6 +55,9 @@ class Witness:
         chosen = sample(rows, batch.sampling)
         return StepOutput(chosen.token_ids, chosen.logprobs)
 
+    def resize(self, num_blocks: int, copies: Sequence[tuple[int, int]]) -> None:
+        self.runner.resize(num_blocks, copies)
+
 
 class ModelKit:
     """Cache, engine and a real runner over `num_blocks` blocks of `runner.memory.block_tokens` tokens."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,8 +71,7 @@ def test_shared_prefix_blocks(runner: HFRunner, plain: PreTrainedModel) -> None:
     prefix = random_tokens(rng, 6 * BLOCK)
     first = driver.sequence(np.concatenate([prefix, random_tokens(rng, 9)]))
     others = [
-        driver.sequence(np.concatenate([prefix, random_tokens(rng, n)]), shared=first.table[:6].tolist())
-        for n in (1, 2, 30)
+        driver.sequence(np.concatenate([prefix, random_tokens(rng, n)]), shared=first.table[:6]) for n in (1, 2, 30)
     ]
     sequences = [*others, first]
     logits = driver.step([(s, len(s.tokens) - s.num_computed) for s in sequences])
@@ -88,9 +89,9 @@ def test_fork_by_copies(runner: HFRunner, plain: PreTrainedModel) -> None:
     driver.step([(parent, len(parent.tokens))])
     children, copies = [], []
     for _ in range(2):
-        tail = driver.free.pop()
-        copies.append((int(parent.table[-1]), tail))
-        table = np.append(parent.table[:-1], np.int32(tail)).astype(np.int32)
+        tail = driver.blocks(1)
+        copies.extend(zip(parent.table[-1].tolist(), tail[0].tolist(), strict=True))
+        table = np.concatenate([parent.table[:-1], tail])
         children.append(HandSequence(parent.tokens.copy(), table, parent.num_computed))
     for offset, s in enumerate((*children, parent)):
         driver.append(s, 20 + offset)
@@ -106,7 +107,8 @@ def test_neighbouring_blocks_are_read_in_place(runner: HFRunner, plain: PreTrain
     rng = np.random.default_rng(7)
     driver = HandDriver(runner, rng)
     tokens = random_tokens(rng, 70)
-    s = HandSequence(tokens, np.arange(20, 29, dtype=np.int32))
+    lanes = np.arange(driver.num_lanes, dtype=np.int32)
+    s = HandSequence(tokens, 20 + 10 * lanes + np.arange(9, dtype=np.int32)[:, None])
     expected = full_logits(plain, tokens)
     for count in (11, 30, 1, 28):
         row = driver.step([(s, count)])[0]
@@ -139,7 +141,7 @@ def test_unwritten_tokens_cannot_be_read(runner: HFRunner) -> None:
     with pytest.raises(IntegrityError, match="KV3"):
         driver.step([(s, 1)])
     s.num_computed = BLOCK + 2
-    s.table[0] = runner.num_blocks
+    s.table[1] = runner.num_blocks
     with pytest.raises(IntegrityError, match="KV1"):
         driver.step([(s, 1)])
 
@@ -149,7 +151,8 @@ def test_a_short_table_is_refused(runner: HFRunner) -> None:
     driver = HandDriver(runner, np.random.default_rng(9))
     s = driver.sequence(np.arange(3, 3 + 2 * BLOCK))
     batch = driver.batch([(s, 2 * BLOCK)])
-    cut = type(batch)(**{**batch.__dict__, "block_tables": (s.table[:1],)})
+    short = tuple(replace(group, block_tables=(group.block_tables[0][:1],)) for group in batch.groups)
+    cut = replace(batch, groups=short)
     with pytest.raises(IntegrityError, match="KV2"):
         runner.logits(cut)
 
@@ -180,7 +183,7 @@ def test_nothing_sampled() -> None:
         driver = HandDriver(runner, np.random.default_rng(0))
         s = driver.sequence(np.arange(3, 23))
         batch = driver.batch([(s, 19)])
-        out = runner.execute(type(batch)(**{**batch.__dict__, "sampled": np.zeros(0, dtype=np.int32)}))
+        out = runner.execute(replace(batch, sampled=np.zeros(0, dtype=np.int32)))
         assert len(out.token_ids) == 0
         s.num_computed = 19
         assert close(driver.step([(s, 1)])[0], full_logits(tiny_model("llama"), s.tokens)[-1])

@@ -13,11 +13,12 @@ from hf_models import FAMILIES, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, LlamaForCausalLM, MambaConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from looseleaf import LayerGroup
 from looseleaf.errors import ConfigError, ModelError, UnsupportedModel
-from looseleaf.hf import loading, selftest
+from looseleaf.hf import attention, loading, selftest, step_plan
 from looseleaf.hf.attention_backend import AttentionCall, GatherBackend
 from looseleaf.hf.runner import HFRunner
-from looseleaf.hf.step_plan import StepPlan
+from looseleaf.hf.step_plan import PrefillChunk
 from looseleaf.tensors import KVMemory
 
 
@@ -68,10 +69,11 @@ def test_no_positions_is_refused() -> None:
         load(model)
 
 
-def test_chunks_in_the_mask_are_found(registered: Callable[[], set[str]]) -> None:
-    """A model that cuts attention into chunks by its mask only (Llama 4) would be silently wrong; the
+def test_what_is_in_the_mask_only_is_found(registered: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cuts attention by its mask only, in a way that is not known here, would be silently wrong; the
     self-test says so.
     """
+    monkeypatch.setattr(attention, "_history", lambda *_: LayerGroup())
     with pytest.raises(UnsupportedModel, match=r"Llama4ForCausalLM.*differ.*attention_chunk_size 16"):
         load(tiny_model("llama4_text"))
     assert not registered()
@@ -113,17 +115,28 @@ def test_a_missing_call_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch
             driver.step([(driver.sequence(np.arange(3, 9)), 6)])
 
 
-class ForgetsTheWindow(GatherBackend):
-    """A backend with a fault: it attends to everything."""
-
-    def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
-        return super().attend(AttentionCall(**{**call.__dict__, "window": None}), plan, memory)
-
-
-def test_the_self_test_looks_beyond_the_window() -> None:
-    """With a small window the test sequences are longer than it, so a forgotten window is found."""
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_the_self_test_looks_beyond_the_window(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    """[H95] With a small window the test sequences are longer than it, so a window off by one token is found."""
+    right = step_plan.oldest_visible
+    monkeypatch.setattr(step_plan, "oldest_visible", lambda group, at: np.maximum(right(group, at) + shift, 0))
     with pytest.raises(UnsupportedModel, match="MistralForCausalLM"):
-        load(tiny_model("mistral"), backend=ForgetsTheWindow())
+        load(tiny_model("mistral"))
+
+
+class LooksFurtherBack(GatherBackend):
+    """A backend with a fault: it reads the block before the window too, and hides it."""
+
+    def _prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
+        super()._prefill(call, chunk, memory, output)
+        if chunk.skip_tokens or chunk.first_slot:
+            output[chunk.tiles[0].first_row] += 0 * memory.read_run(call.layer, 0, 10**6, call.query.dtype).keys.sum()
+
+
+def test_blocks_that_slid_out_are_spoiled_in_the_self_test() -> None:
+    """[H101] By the time a window slid over them, blocks hold NaN: who still reads them is found."""
+    with pytest.raises(UnsupportedModel, match=r"MistralForCausalLM.*nan"):
+        load(tiny_model("mistral"), backend=LooksFurtherBack())
 
 
 def test_half_precision_weights_come_back_unchanged() -> None:
@@ -140,6 +153,7 @@ def test_half_precision_that_is_too_large_to_widen(monkeypatch: pytest.MonkeyPat
     """Large half-precision models are tested as they are: good ones pass, chunked ones still fail."""
     monkeypatch.setattr(selftest, "MAX_WIDENED_BYTES", 0)
     load(tiny_model("qwen3").to(torch.bfloat16)).close()
+    monkeypatch.setattr(attention, "_history", lambda *_: LayerGroup())
     with pytest.raises(UnsupportedModel, match="Llama4"):
         load(tiny_model("llama4_text").to(torch.bfloat16))
 
@@ -192,7 +206,9 @@ def test_nothing_there() -> None:
     [
         ({"device": "abacus"}, "abacus"),
         ({"dtype": "int3"}, "int3"),
-        ({"kv_dtype": torch.int8}, "int8"),
+        ({"kv_dtype": torch.int16}, "int16"),
+        ({"kv_dtype": "int3"}, "int3"),
+        ({"kv_dtype": torch.float8_e5m2}, "float8_e5m2"),
         ({"kv_memory_bytes": 1000}, "either"),
     ],
 )

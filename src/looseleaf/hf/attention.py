@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from looseleaf.core.config import LayerGroup
 from looseleaf.errors import UnsupportedModel
 from looseleaf.hf.attention_backend import AttentionBackend, AttentionCall
 from looseleaf.hf.step_plan import StepPlan
@@ -24,9 +25,10 @@ SURVEY_TOKENS = 4
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """What a layer told in the survey: its shape and the kind of attention it wants."""
+    """What a layer told in the survey: its shape, the history it looks back on, the window it asked for by argument."""
 
     shape: LayerShape
+    history: LayerGroup
     window: int | None
     has_sinks: bool
 
@@ -45,6 +47,7 @@ class PagedAttention:
     traits: list[LayerTraits] = field(default_factory=list)
     _layers: dict[int, int] = field(default_factory=dict)
     _surveying: bool = False
+    _config: PretrainedConfig | None = None
     _step: tuple[StepPlan, KVMemory] | None = None
     _num_calls: int = 0
 
@@ -56,7 +59,7 @@ class PagedAttention:
             UnsupportedModel: no layer calls, one calls twice, or the pass fails.
         """
         tokens = torch.arange(SURVEY_TOKENS, device=model.device)[None]
-        self._surveying = True
+        self._surveying, self._config = True, model.config.get_text_config(decoder=True)
         try:
             model(input_ids=tokens, position_ids=tokens, use_cache=False)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
@@ -97,27 +100,32 @@ class PagedAttention:
         """
         self._refuse_the_unknown(query, key, {"attention_mask": attention_mask, **arguments})
         sinks = arguments.get("s_aux", arguments.get("sinks"))
+        window = None if (asked := _number(arguments.get("sliding_window"))) is None else int(asked)
         call = AttentionCall(
             layer=self._layer_of(module),
             query=query[0].transpose(0, 1),
             keys=key[0].transpose(0, 1),
             values=value[0].transpose(0, 1),
             scaling=_number(arguments.get("scaling")),
-            window=None if (window := _number(arguments.get("sliding_window"))) is None else int(window),
             softcap=_number(arguments.get("softcap")),
             sinks=sinks if isinstance(sinks, torch.Tensor) else None,
         )
         if self._surveying:
             shape = LayerShape(call.keys.shape[1], call.keys.shape[2], call.values.shape[2])
-            self.traits.append(LayerTraits(shape, call.window, call.sinks is not None))
+            history = _history(module, window, self._config)
+            self.traits.append(LayerTraits(shape, history, window, call.sinks is not None))
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
         if self._step is None:
             raise self._refusal("its attention was called outside a step of the runner")
         if call.layer != self._num_calls:
             raise self._refusal(f"call {self._num_calls} of a pass came from layer {call.layer}, not in order or twice")
+        if window != (surveyed := self.traits[call.layer].window):
+            raise self._refusal(f"layer {call.layer} asks for a window of {window} tokens; in the survey: {surveyed}")
         self._num_calls += 1
         plan, memory = self._step
-        memory.write(call.layer, plan.slots, call.keys, call.values)
+        memory.write(call.layer, plan.for_layer(call.layer).slots, call.keys, call.values)
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            call = replace(call, query=_retuned(module, call.query, plan.positions))
         return self.backend.attend(call, plan, memory)[None], None
 
     def _refuse_the_unknown(self, query: torch.Tensor, key: torch.Tensor, arguments: Mapping[str, object]) -> None:
@@ -140,6 +148,34 @@ class PagedAttention:
 
     def _refusal(self, why: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, why)
+
+
+def _history(module: torch.nn.Module, window: int | None, config: PretrainedConfig | None) -> LayerGroup:
+    """What a layer looks back on: by the window it asks for, else by its layer type (some put it in the mask only)."""
+    kinds, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    kind = kinds[index] if isinstance(index, int) and index < len(kinds) else None
+    if window is None and kind == "sliding_attention":
+        window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    if window is not None:
+        return LayerGroup("window", window_tokens=window)
+    return LayerGroup() if chunk is None else LayerGroup("chunked", chunk_tokens=chunk)
+
+
+def _retuned(module: torch.nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`query` [T, heads, dim] scaled for its own `positions` [T].
+
+    Llama 4 scales the queries of layers without rotary positions by how far along they are, and takes for that the row
+    in the pass. Rows of a packed pass are no positions.
+    """
+
+    floor_scale, attn_scale = _number(module.floor_scale) or 1.0, _number(module.attn_scale) or 0.0
+
+    def scales(at: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((at.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+
+    ratio = scales(positions) / scales(torch.arange(len(positions), device=positions.device))
+    return (query * ratio[:, None, None]).to(query.dtype)
 
 
 def _number(argument: object) -> float | None:

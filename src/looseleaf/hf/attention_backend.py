@@ -17,9 +17,9 @@ class AttentionCall:
     """What one layer asks in one step of T tokens.
 
     `query` [T, heads, key_dim], `keys` [T, kv_heads, key_dim], `values` [T, kv_heads, value_dim]: the step's own,
-    already written to the memory. `scaling`: factor on the scores (None: key_dim ** -0.5). `window`: a row at position
-    q sees q - window < k <= q (None: all k <= q). `softcap`: scores are squashed to ±softcap. `sinks` [heads]: one more
-    score per head that takes weight and gives nothing.
+    already written to the memory. `scaling`: factor on the scores (None: key_dim ** -0.5). `softcap`: scores are
+    squashed to ±softcap. `sinks` [heads]: one more score per head that takes weight and gives nothing. Which keys a row
+    sees is in the plan.
     """
 
     layer: int
@@ -27,7 +27,6 @@ class AttentionCall:
     keys: torch.Tensor
     values: torch.Tensor
     scaling: float | None
-    window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
 
@@ -50,7 +49,7 @@ class GatherBackend:
     def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """See `AttentionBackend`."""
         num_rows, num_heads, _ = call.query.shape
-        work = plan.for_window(call.window)
+        work = plan.for_layer(call.layer)
         output = call.query.new_empty(num_rows, num_heads, call.values.shape[-1])
         for group in work.decode:
             output[group.rows] = self._decode(call, group, memory)

@@ -16,6 +16,9 @@ from looseleaf.errors import ConfigError, ModelError, UnsupportedModel
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Names of `--dtype`."""
 
+KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Names of `--kv-dtype`; the last two with a scale per token and head."""
+
 STATEFUL_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "gated_delta", "hybrid")
 """Layer types that keep a running state instead of keys and values; a block cannot hold one."""
 
@@ -36,15 +39,15 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch dtype of `--dtype`, None for `auto`. ConfigError if it is none of `DTYPES`."""
+def resolve_dtype(dtype: str | torch.dtype, names: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype | None:
+    """The torch dtype of `--dtype` or `--kv-dtype`, None for `auto`. ConfigError if it is none of `names`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
         return None
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown", f"use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    if dtype not in names:
+        raise ConfigError(f"dtype {dtype!r} is unknown", f"use auto, {', '.join(names)}")
+    return names[dtype]
 
 
 def dtype_for(saved: torch.dtype | None, device: torch.device) -> torch.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
 from looseleaf.errors import ConfigError, UnsupportedModel
-from looseleaf.hf.attention import PagedAttention
+from looseleaf.hf.attention import LayerTraits, PagedAttention
 from looseleaf.hf.attention_backend import AttentionBackend, GatherBackend
 from looseleaf.hf.loading import (
+    KV_DTYPES,
     architecture_of,
     eos_token_ids,
     load_model,
@@ -29,8 +30,8 @@ from looseleaf.hf.loading import (
 )
 from looseleaf.hf.sampling import sample
 from looseleaf.hf.selftest import check_against_own_forward
-from looseleaf.hf.step_plan import StepPlan
-from looseleaf.tensors import KVMemory, LayerShape, num_blocks_for_bytes
+from looseleaf.hf.step_plan import StepPlan, oldest_visible
+from looseleaf.tensors import KVLayout, KVMemory, num_blocks_for_bytes, plan_lanes
 
 NAME_PREFIX = "looseleaf-"
 """Attention implementations of runners are registered under names that begin so."""
@@ -49,17 +50,24 @@ class MemorySettings:
     page_tokens: int
     dtype: torch.dtype | None
 
-    def allocate(self, layers: list[LayerShape], model: PreTrainedModel) -> KVMemory:
-        """Memory for `layers` where the model is. ConfigError if none or both sizes are given, or less than a page."""
-        dtype = self.dtype or model.dtype
+    def allocate(self, traits: Sequence[LayerTraits], model: PreTrainedModel) -> KVMemory:
+        """Memory for layers of `traits` where the model is. ConfigError if none or both sizes are given, or no page."""
+        layout = layout_of(traits, self.dtype or model.dtype, self.block_tokens)
         if self.num_blocks is not None and self.kv_memory_bytes is None:
             num_blocks = self.num_blocks
         elif self.kv_memory_bytes is not None and self.num_blocks is None:
-            token_bytes = sum(layer.numbers_per_token for layer in layers) * dtype.itemsize
-            num_blocks = num_blocks_for_bytes(self.kv_memory_bytes, token_bytes, self.block_tokens, self.page_tokens)
+            num_blocks = num_blocks_for_bytes(
+                self.kv_memory_bytes, layout.lane_bytes_per_token, self.block_tokens, self.page_tokens
+            )
         else:
             raise ConfigError("give the KV memory either as num_blocks or as kv_memory_bytes")
-        return KVMemory(layers, num_blocks=num_blocks, block_tokens=self.block_tokens, dtype=dtype, device=model.device)
+        return KVMemory(layout, num_blocks=num_blocks, device=model.device)
+
+
+def layout_of(traits: Sequence[LayerTraits], dtype: torch.dtype, block_tokens: int) -> KVLayout:
+    """The layout in which surveyed layers are kept. ConfigError if `dtype` cannot hold keys and values."""
+    shapes = tuple(layer.shape for layer in traits)
+    return KVLayout(shapes, plan_lanes([layer.history for layer in traits], shapes), dtype, block_tokens)
 
 
 class HFRunner:
@@ -98,9 +106,9 @@ class HFRunner:
     ) -> HFRunner:
         """Load a model from a folder or hub id (or take a loaded one), give it KV memory, check how it is served.
 
-        `dtype` is the model's, `kv_dtype` the memory's (auto: the model's). `extra_eos_token_ids` are added to those of
-        the model's configuration; a tokenizer knows more. `self_test=False` skips the check, for a model known to pass.
-        A model that is loaded already stays on its device and in its dtype.
+        `dtype` is the model's, `kv_dtype` the memory's (auto: the model's; also int8 and fp8).
+        `extra_eos_token_ids` are added to those of the model's configuration; a tokenizer knows more. `self_test=False`
+        skips the check, for a model known to pass. A model that is loaded already stays on its device and in its dtype.
 
         Raises:
             UnsupportedModel: this architecture cannot be served; the message names it and what differs.
@@ -114,7 +122,8 @@ class HFRunner:
             model = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(model)
         attention = PagedAttention(type(model).__name__, backend or GatherBackend())
-        settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, resolve_dtype(kv_dtype))
+        stored = resolve_dtype(kv_dtype, KV_DTYPES)
+        settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, stored)
         return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test)
 
     @classmethod
@@ -139,10 +148,10 @@ class HFRunner:
         try:
             model.set_attn_implementation(name)
             attention.survey(model)
-            memory = settings.allocate([layer.shape for layer in attention.traits], model)
+            memory = settings.allocate(attention.traits, model)
             runner = cls(model, attention, memory, _facts(model, memory, extra_eos))
             if self_test:
-                check_against_own_forward(model, former, name, attention.traits, memory.block_tokens, runner._compute)
+                check_against_own_forward(model, former, name, attention.traits, memory.layout, runner._compute)
         except BaseException:
             _restore(model, former, name)
             raise
@@ -165,11 +174,16 @@ class HFRunner:
 
     @torch.inference_mode()
     def _compute(self, batch: StepBatch, memory: KVMemory) -> torch.Tensor:
+        lanes, num_context = memory.layout.lanes, batch.num_context_tokens.astype(np.int64)
         memory.copy_blocks(batch.copies)
-        memory.mark_written(batch.slots)
-        memory.require_written(batch.block_tables, batch.num_context_tokens + np.diff(batch.query_starts))
+        for step in batch.groups:
+            memory.mark_written(step.slots)
+        for group, step in zip(lanes.groups, batch.groups, strict=True):
+            stops = num_context + np.diff(batch.query_starts)
+            memory.require_written(step.block_tables, step.first_blocks, oldest_visible(group, num_context), stops)
         plan = StepPlan(
             batch,
+            lanes,
             block_tokens=memory.block_tokens,
             device=memory.device,
             dtype=self._model.dtype,
@@ -180,11 +194,15 @@ class HFRunner:
         with self._attention.step(plan, memory):
             logits: torch.Tensor = self._model(
                 input_ids=plan.tensor(batch.token_ids)[None],
-                position_ids=plan.tensor(batch.positions)[None],
+                position_ids=plan.positions[None],
                 use_cache=False,
                 logits_to_keep=plan.tensor(last_rows),
             ).logits
         return logits[0]
+
+    def resize(self, num_blocks: int, copies: Sequence[tuple[int, int]] = ()) -> None:
+        """See `ModelRunner.resize`; at its peak one layer's K or V is there twice. CapacityError: nothing changed."""
+        self.memory.resize(num_blocks, copies)
 
     def close(self) -> None:
         """Give the model its former attention back; nothing can be computed any more. Twice does nothing more."""
@@ -205,7 +223,7 @@ def group_tokens_for(memory: KVMemory) -> int | None:
     """
     if memory.device.type != "cpu":
         return None
-    largest = max(shape.numbers_per_token for shape in memory.layers) * memory.dtype.itemsize
+    largest = max(shape.numbers_per_token for shape in memory.layout.shapes) * memory.dtype.itemsize
     return max(1, GATHER_BYTES * torch.get_num_threads() // largest)
 
 
@@ -222,15 +240,16 @@ def _facts(model: PreTrainedModel, memory: KVMemory, extra_eos: frozenset[int]) 
         name=model.config.name_or_path or architecture_of(model.config),
         vocab_size=int(model.config.get_text_config(decoder=True).vocab_size),
         max_model_tokens=max_model_tokens(model.config),
-        bytes_per_token=memory.bytes_per_token,
+        bytes_per_token=memory.layout.bytes_per_token,
         eos_token_ids=eos_token_ids(model) | extra_eos,
         kv_layout=_fingerprint(model, memory),
+        groups=memory.layout.lanes.groups,
     )
 
 
 def _fingerprint(model: PreTrainedModel, memory: KVMemory) -> str:
     """Fingerprint of what blocks hold: memory layout, configuration and revision of the model, some of its weights."""
-    digest = hashlib.sha256(memory.layout.encode())
+    digest = hashlib.sha256(memory.layout.fingerprint.encode())
     config = model.config.to_json_string(use_diff=False)
     digest.update("\n".join(line for line in config.splitlines() if "attn_implementation" not in line).encode())
     digest.update(str(getattr(model.config, "_commit_hash", None)).encode())

@@ -6,9 +6,9 @@ never call the registered function, some hold a state. So a short packed, chunke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from looseleaf.engine.runner import StepBatch
+from looseleaf.engine.runner import GroupBatch, StepBatch
 from looseleaf.errors import UnsupportedModel
 from looseleaf.hf.attention import LayerTraits
-from looseleaf.hf.step_plan import slots_of
+from looseleaf.hf.step_plan import oldest_visible, slots_of
 from looseleaf.ids import Int32Array, Int64Array
-from looseleaf.tensors import KVMemory
+from looseleaf.tensors import KVLayout, KVMemory
 
 LONG_TOKENS = 40
 """Length of the longest test sequence, unless a small window asks for more."""
@@ -44,11 +44,16 @@ MAX_TOLERANCE = 0.5
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Test `tokens` whose K and V go to blocks `table`, computed in pieces that end and begin at `marks`."""
+    """Test `tokens` whose K and V go to blocks `table` [blocks, lanes of all groups], in pieces between `marks`."""
 
     tokens: Int64Array
     table: Int32Array
     marks: Sequence[int]
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First and stop of each piece."""
+        return list(pairwise(self.marks))
 
 
 class _Place(NamedTuple):
@@ -67,30 +72,26 @@ def check_against_own_forward(
     own_attention: str,
     paged_attention: str,
     traits: Sequence[LayerTraits],
-    block_tokens: int,
+    layout: KVLayout,
     compute: Callable[[StepBatch, KVMemory], torch.Tensor],
 ) -> None:
     """Compare a packed, chunked run over shared and shuffled blocks with what the plain model answers.
 
-    Whole prompts, chunks and single tokens are mixed in the steps, each computed by `compute` on scratch memory.
+    Whole prompts, chunks and single tokens are mixed in the steps, each computed by `compute` on scratch memory of
+    `layout`, but in the model's dtype: what 8 bits lose is no fault of the architecture.
 
     Raises:
         UnsupportedModel: the two differ, or a pass fails; names the architecture and what it is known to do otherwise.
     """
-    sequences = _sequences(model, block_tokens, traits)
+    sequences = _sequences(model, layout)
     with _widened(model):
         own = _own_logits(model, sequences, own_attention)
         noise = 0.0
         if model.dtype != torch.float32 and own_attention != "eager":  # how far two of its own attentions are apart
             noise = _summary(_errors(_own_logits(model, sequences, "eager"), own), model.dtype)
         model.set_attn_implementation(paged_attention)
-        memory = KVMemory(
-            [layer.shape for layer in traits],
-            num_blocks=sum(len(sequence.table) for sequence in sequences),
-            block_tokens=block_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        num_blocks = 1 + max(int(sequence.table.max()) for sequence in sequences)
+        memory = KVMemory(replace(layout, dtype=model.dtype), num_blocks=num_blocks, device=model.device)
         try:
             served = _served_logits(sequences, memory, compute)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -100,19 +101,22 @@ def check_against_own_forward(
         _compare(model, served, own, noise, traits)
 
 
-def _sequences(model: PreTrainedModel, block_tokens: int, traits: Sequence[LayerTraits]) -> list[_Sequence]:
-    """A long sequence (beyond the window if that is small), one that shares its first blocks, a short one.
+def _longest(model: PreTrainedModel, layout: KVLayout) -> int:
+    """Tokens of the longest test sequence: well beyond one and a half windows or chunks, or one, if they are small."""
+    spans = [group.window_tokens or group.chunk_tokens or 0 for group in layout.lanes.groups]
+    wanted = (max(LONG_TOKENS, *(halves * span // 2 + 24 for span in spans)) for halves in (3, 2))
+    longest = next((tokens for tokens in wanted if tokens <= MAX_TEST_TOKENS), LONG_TOKENS)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return max(2, min(longest, positions)) if isinstance(positions, int) and positions > 0 else longest
+
+
+def _sequences(model: PreTrainedModel, layout: KVLayout) -> list[_Sequence]:
+    """A long sequence, one that shares its first blocks, a short one.
 
     The first piece of the long one covers what is shared; no two blocks that follow each other in a table are
     neighbours in memory.
     """
-    config = model.config.get_text_config(decoder=True)
-    spans = [layer.window for layer in traits] + [getattr(config, "attention_chunk_size", None)]
-    longest = max([LONG_TOKENS, *(span + 24 for span in spans if isinstance(span, int))])
-    if longest > MAX_TEST_TOKENS:
-        longest = LONG_TOKENS
-    if isinstance(positions := getattr(config, "max_position_embeddings", None), int) and positions > 0:
-        longest = max(2, min(longest, positions))
+    longest, block_tokens = _longest(model, layout), layout.block_tokens
     num_shared = min(longest - 1, longest // 2) // block_tokens
     shared = num_shared * block_tokens
     second = min(longest, max(shared + 2, longest * 3 // 4))
@@ -123,11 +127,12 @@ def _sequences(model: PreTrainedModel, block_tokens: int, traits: Sequence[Layer
         (third, {0, 1, third - 1, third}),
     )
     generator = np.random.Generator(np.random.Philox(key=7))
-    free = np.arange(sum(-(-length // block_tokens) for length, _ in cuts), dtype=np.int32)
-    free = np.concatenate([free[::2], free[1::2]])[::-1]
+    num_lanes = layout.lanes.num_lanes
+    ids = np.arange(sum(-(-length // block_tokens) for length, _ in cuts) * num_lanes, dtype=np.int32)
+    free = np.concatenate([ids[::2], ids[1::2]])[::-1].reshape(-1, num_lanes)
     sequences: list[_Sequence] = []
     for index, (length, marks) in enumerate(cuts):
-        tokens = generator.integers(0, config.vocab_size, size=length)
+        tokens = generator.integers(0, model.config.get_text_config(decoder=True).vocab_size, size=length)
         table, free = np.split(free, [-(-length // block_tokens)])
         if index == 1:
             tokens[:shared], table[:num_shared] = sequences[0].tokens[:shared], sequences[0].table[:num_shared]
@@ -152,27 +157,72 @@ def _own_logits(model: PreTrainedModel, sequences: Sequence[_Sequence], attentio
 def _served_logits(
     sequences: Sequence[_Sequence], memory: KVMemory, compute: Callable[[StepBatch, KVMemory], torch.Tensor]
 ) -> _Logits:
-    """The same from blocks: each step computes one more piece of every sequence, in changing order."""
-    pieces = [list(pairwise(sequence.marks)) for sequence in sequences]
+    """The same from blocks: each step computes one more piece of every sequence, in changing order.
+
+    What no later query may see, because it slid out of its window, holds NaN by then, and no table leads there.
+    """
     found: dict[_Place, torch.Tensor] = {}
-    for step in range(max(map(len, pieces))):
+    for step in range(max(len(sequence.pieces) for sequence in sequences)):
         order = (2, 0, 1) if step % 2 else (0, 1, 2)
-        running = [(index, *pieces[index][step]) for index in order if step < len(pieces[index])]
+        running = [(index, *sequences[index].pieces[step]) for index in order if step < len(sequences[index].pieces)]
         spans = [(sequences[index], np.arange(first, stop)) for index, first, stop in running]
+        tables = [_tables(sequence, int(at[0]), memory.layout) for sequence, at in spans]
+        _spoil_all_but((table for of_groups in tables for _, table in of_groups), memory)
         batch = StepBatch(
             request_ids=tuple(f"self-test-{index}" for index, _, _ in running),
             token_ids=np.concatenate([sequence.tokens[at] for sequence, at in spans]),
             positions=np.concatenate([at for _, at in spans]),
-            slots=np.concatenate([slots_of(sequence.table, at, memory.block_tokens) for sequence, at in spans]),
             query_starts=np.cumsum([0, *(len(at) for _, at in spans)]).astype(np.int32),
             num_context_tokens=np.asarray([first for _, first, _ in running], dtype=np.int32),
-            block_tables=tuple(sequence.table for sequence, _ in spans),
+            groups=tuple(
+                GroupBatch(
+                    slots=np.concatenate(
+                        [
+                            slots_of(table, first, at, memory.block_tokens)
+                            for (first, table), (_, at) in zip(of_group, spans, strict=True)
+                        ],
+                        axis=1,
+                    ),
+                    block_tables=tuple(table for _, table in of_group),
+                    first_blocks=np.asarray([first for first, _ in of_group], dtype=np.int32),
+                )
+                for of_group in zip(*tables, strict=True)
+            ),
             sampled=np.arange(len(running), dtype=np.int32),
             sampling=(),
         )
         rows = compute(batch, memory)
         found.update((_Place(index, stop - 1), row) for (index, _, stop), row in zip(running, rows, strict=True))
     return found
+
+
+class _Table(NamedTuple):
+    """A sequence's blocks [n, lanes] in one group, from logical block `first` on."""
+
+    first: int
+    blocks: Int32Array
+
+
+def _tables(sequence: _Sequence, num_context: int, layout: KVLayout) -> list[_Table]:
+    """For each group what queries from `num_context` on may see of `sequence`, to its end."""
+    ends = np.cumsum([group.num_lanes for group in layout.lanes.groups])[:-1]
+    firsts = [int(oldest_visible(group, num_context)) // layout.block_tokens for group in layout.lanes.groups]
+    return [
+        _Table(first, blocks[first:]) for first, blocks in zip(firsts, np.split(sequence.table, ends, 1), strict=True)
+    ]
+
+
+def _spoil_all_but(tables: Iterable[Int32Array], memory: KVMemory) -> None:
+    """Write NaN to all blocks that are in none of `tables`."""
+    stale = np.setdiff1d(np.arange(memory.num_blocks), np.concatenate([table.reshape(-1) for table in tables]))
+    slots = (stale[:, None] * memory.block_tokens + np.arange(memory.block_tokens)).reshape(-1)
+    where = torch.from_numpy(slots).to(memory.device)
+    for layer, shape in enumerate(memory.layout.shapes):
+        keys, values = (
+            torch.full((len(slots), shape.num_kv_heads, dim), float("nan"), device=memory.device)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        memory.write(layer, where, keys, values)
 
 
 def _compare(

@@ -1,17 +1,20 @@
-"""Which tokens attend to which slots in one step, worked out once and used by every layer of equal window."""
+"""Which tokens attend to which slots in one step: worked out once per group, and used by every layer of a lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from looseleaf.engine.runner import StepBatch
+from looseleaf.core.config import LayerGroup
+from looseleaf.engine.runner import GroupBatch, StepBatch
 from looseleaf.ids import Int32Array, Int64Array
+from looseleaf.tensors import LanePlan
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
@@ -67,86 +70,104 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All the attending of one step for layers of one window."""
+    """All the writing and attending of one step for the layers of one lane. `slots` int64 [T]: where K and V go."""
 
+    slots: torch.Tensor
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
 
 
 @dataclass
 class StepPlan:
-    """Step `batch` as attention in `dtype` on `device` sees it; plans are kept by window, layer to layer.
+    """Step `batch` as attention in `dtype` on `device` sees it, for layers in `lanes`.
 
-    `slots` int64 [T] on the device. `keep_exact`: the memory stores what the model computes, so a sequence that begins
-    in this step may attend to its fresh K and V; otherwise they are read back, so that cold and warm runs see the same
-    numbers. `group_tokens`: see `group_by_length`.
+    What rows see is worked out once per group, where it lies for each lane. `keep_exact`: the memory stores what the
+    model computes, so a sequence that begins in this step may attend to its fresh K and V; otherwise they are read
+    back, so that cold and warm runs see the same numbers. `group_tokens`: see `group_by_length`.
     """
 
     batch: StepBatch
+    lanes: LanePlan
     block_tokens: int
     device: torch.device
     dtype: torch.dtype
     keep_exact: bool
     group_tokens: int | None = None
-    slots: torch.Tensor = field(init=False)
-    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.slots = self.tensor(self.batch.slots)
+    _plans: dict[int, list[AttentionPlan]] = field(default_factory=dict)
 
     def tensor(self, array: Int64Array) -> torch.Tensor:
         """`array` on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def for_window(self, window: int | None) -> AttentionPlan:
-        """The plan for layers that see the last `window` tokens (q - window < k <= q), or everything (None)."""
-        if window not in self._plans:
-            self._plans[window] = self._make(window)
-        return self._plans[window]
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Position int64 [T] of each token in its own sequence."""
+        return self.tensor(self.batch.positions)
 
-    def _make(self, window: int | None) -> AttentionPlan:
-        starts = self.batch.query_starts.astype(np.int64)
-        num_query = np.diff(starts)
+    def for_layer(self, layer: int) -> AttentionPlan:
+        """The plan of the lane in which `layer` is kept."""
+        place = self.lanes.places[layer]
+        if place.group not in self._plans:
+            self._plans[place.group] = self._make(place.group)
+        return self._plans[place.group][place.lane]
+
+    def _make(self, index: int) -> list[AttentionPlan]:
+        """Plans of all lanes of group number `index`."""
+        group, step = self.lanes.groups[index], self.batch.groups[index]
+        num_query = np.diff(self.batch.query_starts)
         num_keys = self.batch.num_context_tokens.astype(np.int64) + num_query
-        decoding = np.flatnonzero(num_query == 1)
-        return AttentionPlan(
-            decode=tuple(
-                self._decode_group(group, starts[group], num_keys[group], window)
-                for group in group_by_length(decoding, num_keys, window, self.group_tokens)
-            ),
-            prefill=tuple(self._prefill_chunk(int(s), window) for s in np.flatnonzero(num_query > 1)),
-        )
+        oldest = oldest_visible(group, num_keys - 1)
+        parts = group_by_length(np.flatnonzero(num_query == 1), num_keys - oldest, self.group_tokens)
+        decode = [self._decode_groups(part, oldest[part], num_keys[part], step) for part in parts]
+        prefill = [self._prefill_chunks(int(s), group, step) for s in np.flatnonzero(num_query > 1)]
+        return [
+            AttentionPlan(
+                self.tensor(slots), tuple(lanes[lane] for lanes in decode), tuple(lanes[lane] for lanes in prefill)
+            )
+            for lane, slots in enumerate(step.slots)
+        ]
 
-    def _decode_group(
-        self, sequences: Int64Array, rows: Int64Array, num_keys: Int64Array, window: int | None
-    ) -> DecodeGroup:
-        seen = num_keys if window is None else np.minimum(num_keys, window)
+    def _decode_groups(
+        self, sequences: Int64Array, oldest: Int64Array, num_keys: Int64Array, step: GroupBatch
+    ) -> list[DecodeGroup]:
+        """One for each lane, for `sequences` [D] that see positions `oldest : num_keys` [D]."""
+        seen = num_keys - oldest
         longest = int(seen.max())
-        slots = np.empty((len(sequences), longest), dtype=np.int64)
-        for row, (sequence, stop, count) in enumerate(zip(sequences, num_keys, seen, strict=True)):
-            positions = np.arange(stop - count, stop)
-            slots[row, :count] = slots_of(self.batch.block_tables[sequence], positions, self.block_tokens)
-            slots[row, count:] = slots[row, count - 1]
+        slots = np.empty((len(step.slots), len(sequences), longest), dtype=np.int64)
+        for row, (sequence, first, stop) in enumerate(zip(sequences, oldest, num_keys, strict=True)):
+            table, count = step.block_tables[sequence], stop - first
+            slots[:, row, :count] = slots_of(
+                table, int(step.first_blocks[sequence]), np.arange(first, stop), self.block_tokens
+            )
+            slots[:, row, count:] = slots[:, row, count - 1, None]
         mask: torch.Tensor | None = None
         if int(seen.min()) < longest:
             mask = self._additive(np.arange(longest)[None, :] >= seen[:, None])[:, None, None, :]
-        return DecodeGroup(self.tensor(rows), self.tensor(slots.reshape(-1)), longest, mask)
+        rows = self.tensor(self.batch.query_starts[sequences].astype(np.int64))
+        return [DecodeGroup(rows, self.tensor(of_lane.reshape(-1)), longest, mask) for of_lane in slots]
 
-    def _prefill_chunk(self, sequence: int, window: int | None) -> PrefillChunk:
+    def _prefill_chunks(self, sequence: int, group: LayerGroup, step: GroupBatch) -> list[PrefillChunk]:
+        """One for each lane."""
         first_row, stop_row = (int(x) for x in self.batch.query_starts[sequence : sequence + 2])
         num_context = int(self.batch.num_context_tokens[sequence])
         total = num_context + stop_row - first_row
         # Keys of this chunk are positions  oldest : total ; the first query token sits at num_context.
-        oldest = 0 if window is None else max(0, num_context - window + 1)
-        tiles = tuple(prefill_tiles(first_row, stop_row, num_context, oldest, window, self._additive))
+        oldest = int(oldest_visible(group, num_context))
+        tiles = tuple(prefill_tiles(first_row, stop_row, num_context, group, self._additive))
         if num_context == 0 and self.keep_exact:
-            return PrefillChunk(tiles, total, fresh_rows=(first_row, stop_row))
+            return [PrefillChunk(tiles, total, fresh_rows=(first_row, stop_row))] * len(step.slots)
         first_block = oldest // self.block_tokens
-        blocks = self.batch.block_tables[sequence][first_block : -(-total // self.block_tokens)]
         skip = oldest - first_block * self.block_tokens
-        if (np.diff(blocks) == 1).all():
-            return PrefillChunk(tiles, total - oldest, first_slot=int(blocks[0]) * self.block_tokens + skip)
-        return PrefillChunk(tiles, total - oldest, blocks=self.tensor(blocks.astype(np.int64)), skip_tokens=skip)
+        before = int(step.first_blocks[sequence])
+        table = step.block_tables[sequence][first_block - before : -(-total // self.block_tokens) - before]
+        chunks: list[PrefillChunk] = []
+        for blocks in table.T.astype(np.int64):
+            if (np.diff(blocks) == 1).all():
+                first_slot = int(blocks[0]) * self.block_tokens + skip
+                chunks.append(PrefillChunk(tiles, total - oldest, first_slot=first_slot))
+            else:
+                chunks.append(PrefillChunk(tiles, total - oldest, blocks=self.tensor(blocks), skip_tokens=skip))
+        return chunks
 
     def _additive(self, hidden: BoolArray) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype)
@@ -154,22 +175,33 @@ class StepPlan:
         return mask.to(self.device)
 
 
-def slots_of(block_table: Int32Array, positions: Int64Array, block_tokens: int) -> Int64Array:
-    """Slots of token `positions` [n] of the sequence whose blocks are `block_table`."""
-    return block_table[positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+def oldest_visible(group: LayerGroup, positions: Int64Array | int) -> Int64Array:
+    """The oldest token that a query at each of `positions` sees in layers of `group`; it sees all from there to itself.
+
+    Everything, the last W tokens with itself (q - W < k <= q), or those since the last multiple of the chunk size.
+    """
+    at = np.asarray(positions, dtype=np.int64)
+    if group.window_tokens is not None:
+        return np.maximum(at - (group.window_tokens - 1), 0)
+    return at * 0 if group.chunk_tokens is None else at - at % group.chunk_tokens
 
 
-def group_by_length(
-    sequences: Int64Array, num_keys: Int64Array, window: int | None, group_tokens: int | None
-) -> list[Int64Array]:
+def slots_of(block_table: Int32Array, first_block: int, positions: Int64Array, block_tokens: int) -> Int64Array:
+    """Slots [lanes, n] of tokens `positions` [n] of a sequence; `block_table` [b, lanes] begins with `first_block`."""
+    blocks: Int64Array = block_table[positions // block_tokens - first_block].T.astype(np.int64)
+    return blocks * block_tokens + positions % block_tokens
+
+
+def group_by_length(sequences: Int64Array, num_seen: Int64Array, group_tokens: int | None) -> list[Int64Array]:
     """Split `sequences` into groups that are attended in one padded batch each.
 
-    `num_keys` [S] by sequence. Within a group no one sees less than half of the longest, unless the difference is at
-    most 64 keys: so much a further group costs. A group of several has at most `group_tokens` keys, fill included.
+    `num_seen` [S]: keys that each sequence sees. Within a group no one sees less than half of the longest, unless the
+    difference is at most 64 keys: so much a further group costs. A group of several has at most `group_tokens` keys,
+    fill included.
     """
     if len(sequences) == 0:
         return []
-    seen = num_keys[sequences] if window is None else np.minimum(num_keys[sequences], window)
+    seen = num_seen[sequences]
     order = np.argsort(-seen, kind="stable")
     groups: list[Int64Array] = []
     first = 0
@@ -184,12 +216,7 @@ def group_by_length(
 
 
 def prefill_tiles(
-    first_row: int,
-    stop_row: int,
-    num_context: int,
-    oldest: int,
-    window: int | None,
-    additive: Callable[[BoolArray], torch.Tensor],
+    first_row: int, stop_row: int, num_context: int, group: LayerGroup, additive: Callable[[BoolArray], torch.Tensor]
 ) -> Iterator[PrefillTile]:
     """Cut a chunk's query rows into tiles, each with just the keys that some row of it may see.
 
@@ -200,16 +227,15 @@ def prefill_tiles(
     Keys are counted from `oldest`. `additive` turns a bool array (True: hidden) into a mask.
     """
     num_rows = stop_row - first_row
-    if num_context == 0 and (window is None or num_rows <= window):
+    oldest = oldest_visible(group, np.arange(num_context, num_context + num_rows))
+    if num_context == 0 and oldest[-1] == 0:
         yield PrefillTile(first_row, stop_row, 0, num_rows, None)
         return
-    for tile_first in range(0, num_rows, PREFILL_TILE_TOKENS):
-        tile_stop = min(tile_first + PREFILL_TILE_TOKENS, num_rows)
-        queries = np.arange(num_context + tile_first, num_context + tile_stop)
-        low = oldest if window is None else max(oldest, int(queries[0]) - window + 1)
-        high = num_context + tile_stop
-        keys = np.arange(low, high)
-        hidden = keys[None, :] > queries[:, None]
-        if window is not None:
-            hidden |= keys[None, :] <= queries[:, None] - window
-        yield PrefillTile(first_row + tile_first, first_row + tile_stop, low - oldest, high - oldest, additive(hidden))
+    for first in range(0, num_rows, PREFILL_TILE_TOKENS):
+        stop = min(first + PREFILL_TILE_TOKENS, num_rows)
+        keys = np.arange(oldest[first], num_context + stop)
+        hidden = keys[None, :] > np.arange(num_context + first, num_context + stop)[:, None]
+        if oldest[stop - 1] > oldest[first]:
+            hidden |= keys[None, :] < oldest[first:stop, None]
+        low, high = (int(key - oldest[0]) for key in (oldest[first], num_context + stop))
+        yield PrefillTile(first_row + first, first_row + stop, low, high, additive(hidden))

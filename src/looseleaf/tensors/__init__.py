@@ -1,5 +1,7 @@
 """KV memory: the tensors that hold keys and values in blocks (torch)."""
 
-from looseleaf.tensors.kv_memory import KVMemory, LayerShape, num_blocks_for_bytes
+from looseleaf.tensors.kv_memory import KVMemory
+from looseleaf.tensors.lanes import LanePlan, LayerPlace, LayerShape, plan_lanes
+from looseleaf.tensors.layout import KVLayout, num_blocks_for_bytes
 
-__all__ = ["KVMemory", "LayerShape", "num_blocks_for_bytes"]
+__all__ = ["KVLayout", "KVMemory", "LanePlan", "LayerPlace", "LayerShape", "num_blocks_for_bytes", "plan_lanes"]

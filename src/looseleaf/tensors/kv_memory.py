@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from looseleaf.errors import ConfigError, IntegrityError
+from looseleaf.errors import CapacityError, ConfigError, IntegrityError
 from looseleaf.ids import Int32Array, Int64Array
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer keeps of a token: `num_kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers stored per token: K and V of all heads."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+from looseleaf.tensors.layout import KVLayout
+from looseleaf.tensors.rows import Scratch, Selection, TokenRows, zeros
 
 
 class KeysValues(NamedTuple):
@@ -35,25 +21,13 @@ class KeysValues(NamedTuple):
     values: torch.Tensor
 
 
-def num_blocks_for_bytes(memory_bytes: int, bytes_per_token: int, block_tokens: int, page_tokens: int) -> int:
-    """Blocks that fit into `memory_bytes`, in whole pages of `page_tokens` tokens. ConfigError if not even one fits."""
-    if page_tokens % block_tokens:
-        raise ConfigError(f"page_tokens {page_tokens} is not a multiple of block_tokens {block_tokens}")
-    num_pages = memory_bytes // (bytes_per_token * page_tokens)
-    if num_pages < 1:
-        raise ConfigError(
-            f"KV memory of {memory_bytes} bytes holds no page: one page of {page_tokens} tokens takes "
-            f"{bytes_per_token * page_tokens} bytes",
-            f"give at least that much with --kv-memory, or use smaller pages than {page_tokens} tokens",
-        )
-    return num_pages * (page_tokens // block_tokens)
-
-
 class KVMemory:
-    """Keys and values of `num_blocks` blocks of `block_tokens` tokens, for all `layers`, as `dtype` on `device`.
+    """Keys and values of `num_blocks` blocks in `layout` on `device`.
 
-    The layout is private: per layer one K and one V tensor `[num_blocks * block_tokens, kv_heads, dim]`. A slot is one
-    token's place, `block_id * block_tokens + offset`. Values are converted to `dtype` when written.
+    There are as many physical layers as a lane has: per layer one tensor of K and one of V, a row per slot. A slot is
+    one token's place in one lane, `block_id * block_tokens + offset`. Which lane a block belongs to only its owner
+    knows: layers of all lanes read and write the same tensors, each at the slots of its own lane. Values are converted
+    when written, and back to the dtype asked for when read.
 
     Each block remembers how many of its tokens are written, counted from its start. Writing offset o makes it o + 1:
     the new owner of a reused block starts at 0 and so never sees what the one before left behind.
@@ -61,80 +35,82 @@ class KVMemory:
     Calls come one at a time. Reads give what was written before; writes change only the slots named.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if num_blocks < 1 or block_tokens < 1:
-            raise ConfigError(f"KV memory needs at least one block of one token, not {num_blocks} of {block_tokens}")
-        if not layers:
-            raise ConfigError("KV memory needs at least one layer")
-        if not dtype.is_floating_point:
-            raise ConfigError(f"KV memory of {dtype} would lose the values written: take a floating-point dtype")
-        self.layers = tuple(layers)
-        self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        self.dtype, self.device = dtype, device
-        num_slots = num_blocks * block_tokens
-        self._keys = [_zeros((num_slots, shape.num_kv_heads, shape.key_dim), dtype, device) for shape in layers]
-        self._values = [_zeros((num_slots, shape.num_kv_heads, shape.value_dim), dtype, device) for shape in layers]
+    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"KV memory needs at least one block, not {num_blocks}")
+        self.layout, self.num_blocks, self.device = layout, num_blocks, device
+        self.block_tokens = layout.block_tokens
+        num_slots = num_blocks * layout.block_tokens
+        self._keys = [TokenRows(num_slots, row.keys, row.heads, layout.dtype, device) for row in layout.rows]
+        self._values = [TokenRows(num_slots, row.values, row.heads, layout.dtype, device) for row in layout.rows]
         self._num_written = np.zeros(num_blocks, dtype=np.int32)
-        self._key_scratch, self._value_scratch = _Scratch(), _Scratch()
+        self._key_scratch, self._value_scratch = Scratch(), Scratch()
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        return sum(shape.numbers_per_token for shape in self.layers) * self.dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        """How numbers are stored."""
+        return self.layout.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: of `block_tokens` tokens in one lane."""
+        return self.layout.lane_bytes_per_token * self.block_tokens
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
-        return self.bytes_per_token * self.block_tokens * self.num_blocks
-
-    @property
-    def layout(self) -> str:
-        """Fingerprint of what a block holds: shapes, dtype, tokens per block. Equal layouts can exchange blocks."""
-        shapes = ";".join(f"{s.num_kv_heads}x{s.key_dim}+{s.value_dim}" for s in self.layers)
-        text = f"kv1|{shapes}|{self.dtype}|{self.block_tokens}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self.bytes_per_block * self.num_blocks
 
     def mark_written(self, slots: Int64Array) -> None:
-        """Note that this step writes `slots` [T], ascending within a block. IntegrityError if one is outside."""
-        blocks = slots // self.block_tokens
+        """Note that this step writes `slots` [lanes, T], ascending in a block. IntegrityError if one is outside."""
+        flat = slots.reshape(-1)
+        blocks = flat // self.block_tokens
         self._require_blocks(blocks)
-        self._num_written[blocks] = slots % self.block_tokens + 1
+        self._num_written[blocks] = flat % self.block_tokens + 1
 
-    def require_written(self, block_tables: Sequence[Int32Array], num_tokens: Int32Array) -> None:
-        """Check that the first `num_tokens[s]` tokens of each table are written. O(blocks), a few numpy calls per step.
+    def require_written(
+        self,
+        block_tables: Sequence[Int32Array],
+        first_blocks: Int32Array,
+        first_tokens: Int64Array,
+        stop_tokens: Int64Array,
+    ) -> None:
+        """Check that tokens `first_tokens[s] : stop_tokens[s]` of each sequence are written in every lane.
+
+        `block_tables[s]` [n, lanes] begins with logical block `first_blocks[s]`. O(blocks), a few numpy calls.
 
         Raises:
-            IntegrityError: a table is too short, names a block that does not exist, or a token was never written.
+            IntegrityError: a table does not cover them or names a block that does not exist, or a token is not written.
         """
-        num_needed = -(-num_tokens.astype(np.int64) // self.block_tokens)
+        lows = first_tokens // self.block_tokens - first_blocks
+        highs = -(-stop_tokens // self.block_tokens) - first_blocks
         lengths = np.fromiter((len(table) for table in block_tables), dtype=np.int64, count=len(block_tables))
-        if (short := np.flatnonzero(lengths < num_needed)).size:
-            first = short[0]
-            raise IntegrityError("KV2", f"a table of {lengths[first]} blocks cannot hold {num_tokens[first]} tokens")
-        if not num_needed.any():
+        if (short := np.flatnonzero((lows < 0) | (lengths < highs))).size:
+            s = short[0]
+            raise IntegrityError(
+                "KV2",
+                f"a table of {lengths[s]} blocks from block {first_blocks[s]} on cannot hold tokens "
+                f"{first_tokens[s]}..{stop_tokens[s] - 1}",
+            )
+        counts = highs - lows
+        if not counts.any():
             return
-        blocks = np.concatenate([table[:count] for table, count in zip(block_tables, num_needed, strict=True)])
+        blocks = np.concatenate([t[low:high] for t, low, high in zip(block_tables, lows, highs, strict=True)])
         self._require_blocks(blocks)
         wanted = np.full(len(blocks), self.block_tokens, dtype=np.int64)
-        last_blocks = (np.cumsum(num_needed) - 1)[num_needed > 0]
-        wanted[last_blocks] = (num_tokens[num_needed > 0] - 1) % self.block_tokens + 1
+        wanted[(np.cumsum(counts) - 1)[counts > 0]] = (stop_tokens[counts > 0] - 1) % self.block_tokens + 1
         written = self._num_written[blocks]
-        if (missing := np.flatnonzero(written < wanted)).size:
-            at = missing[0]
+        missing = written < wanted[:, None]
+        if missing.any():
+            at, lane = np.argwhere(missing)[0]
             raise IntegrityError(
-                "KV3", f"block {blocks[at]} holds {written[at]} written tokens, {wanted[at]} are to be read"
+                "KV3",
+                f"block {blocks[at, lane]} (lane {lane}) holds {written[at, lane]} written tokens, "
+                f"{wanted[at]} are to be read",
             )
 
     def _require_blocks(self, blocks: Int64Array | Int32Array) -> None:
-        if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.num_blocks):
+        if blocks.size and (blocks.min() < 0 or blocks.max() >= self.num_blocks):
             raise IntegrityError(
                 "KV1", f"blocks {blocks.min()}..{blocks.max()} in a memory of {self.num_blocks} blocks"
             )
@@ -144,14 +120,20 @@ class KVMemory:
 
         Any floating dtype: values are converted. Modifies these slots only.
         """
-        self._keys[layer].index_copy_(0, slots, keys.to(self.dtype))
-        self._values[layer].index_copy_(0, slots, values.to(self.dtype))
+        row = self.layout.lanes.places[layer].row
+        self._keys[row].write(slots, keys)
+        self._values[row].write(slots, values)
+
+    def _read(self, layer: int, dtype: torch.dtype, select: Selection) -> KeysValues:
+        shape, row = self.layout.shapes[layer], self.layout.lanes.places[layer].row
+        return KeysValues(
+            self._keys[row].read(shape.num_kv_heads, shape.key_dim, dtype, select, self._key_scratch),
+            self._values[row].read(shape.num_kv_heads, shape.value_dim, dtype, select, self._value_scratch),
+        )
 
     def read_slots(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> KeysValues:
         """K and V at `slots` int64 [n], in `dtype`, copied together. O(n). They are valid until the next read."""
-        keys = self._key_scratch.pick(self._keys[layer], slots)
-        values = self._value_scratch.pick(self._values[layer], slots)
-        return KeysValues(keys.to(dtype), values.to(dtype))
+        return self._read(layer, dtype, lambda stored, scratch: scratch.pick(stored, slots))
 
     def read_blocks(
         self, layer: int, blocks: torch.Tensor, first_token: int, num_tokens: int, dtype: torch.dtype
@@ -164,19 +146,18 @@ class KVMemory:
         if stop > len(blocks) * self.block_tokens:
             raise IntegrityError("KV2", f"{len(blocks)} blocks cannot hold {stop} tokens")
 
-        def pick(stored: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+        def pick(stored: torch.Tensor, scratch: Scratch) -> torch.Tensor:
             by_block = scratch.pick(stored.view(self.num_blocks, -1), blocks)
-            return by_block.view(-1, *stored.shape[1:])[first_token:stop].to(dtype)
+            return by_block.view(-1, stored.shape[1])[first_token:stop]
 
-        return KeysValues(pick(self._keys[layer], self._key_scratch), pick(self._values[layer], self._value_scratch))
+        return self._read(layer, dtype, pick)
 
     def read_run(self, layer: int, first_slot: int, num_tokens: int, dtype: torch.dtype) -> KeysValues:
         """K and V of `num_tokens` slots in a row: views if `dtype` is the memory's, valid until the next write."""
-        run = slice(first_slot, first_slot + num_tokens)
-        return KeysValues(self._keys[layer][run].to(dtype), self._values[layer][run].to(dtype))
+        return self._read(layer, dtype, lambda stored, _: stored[first_slot : first_slot + num_tokens])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers, `pairs` of (from_block, to_block); all are read before any is written.
+        """Copy whole blocks, `pairs` of (from_block, to_block); all are read before any is written.
 
         IntegrityError if a block id lies outside the memory.
         """
@@ -186,31 +167,55 @@ class KVMemory:
         self._require_blocks(sources)
         self._require_blocks(targets)
         from_rows, to_rows = (torch.from_numpy(ids).to(self.device) for ids in (sources, targets))
-        for stored in (*self._keys, *self._values):
-            by_block = stored.view(self.num_blocks, -1)
-            by_block.index_copy_(0, to_rows, by_block.index_select(0, from_rows))
+        for rows in (*self._keys, *self._values):
+            for stored in rows.tensors:
+                by_block = stored.view(self.num_blocks, -1)
+                by_block.index_copy_(0, to_rows, by_block.index_select(0, from_rows))
         self._num_written[targets] = self._num_written[sources]
 
+    def resize(self, num_blocks: int, copies: Sequence[tuple[int, int]] = ()) -> None:
+        """Have `num_blocks` blocks, and do `copies` (see `copy_blocks`): before a shrink, after a growth.
 
-class _Scratch:
-    """Memory kept from read to read: a new tensor each time costs several times the copy itself in page faults."""
+        Tensors are replaced one after the other, so at most one of them exists twice at any time. On the CPU, blocks
+        never written stay without real memory.
 
-    def __init__(self) -> None:
-        self._kept: torch.Tensor | None = None
+        Raises:
+            CapacityError: there is no memory for so many; nothing has changed.
+            ConfigError: fewer than one.
+        """
+        if num_blocks < 1:
+            raise ConfigError(f"KV memory needs at least one block, not {num_blocks}")
+        shrinks = num_blocks < self.num_blocks
+        self._require_memory(num_blocks)
+        if shrinks:
+            self.copy_blocks(copies)
+        kept = min(num_blocks, int(np.flatnonzero(self._num_written).max(initial=-1)) + 1)
+        all_rows = (*self._keys, *self._values)
+        try:
+            for rows in all_rows:
+                rows.resize(num_blocks * self.block_tokens, kept * self.block_tokens)
+        except (MemoryError, RuntimeError) as error:
+            for rows in all_rows:
+                rows.cut(min(num_blocks, self.num_blocks) * self.block_tokens)
+            if not shrinks:
+                raise self._no_memory(num_blocks) from error
+        self._num_written = np.concatenate([self._num_written, np.zeros(num_blocks, dtype=np.int32)])[:num_blocks]
+        self.num_blocks = num_blocks
+        if not shrinks:
+            self.copy_blocks(copies)
 
-    def pick(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` int64 [n] of `stored`; what was picked before is overwritten."""
-        count = len(rows) * stored[0].numel()
-        if self._kept is None or self._kept.numel() < count:
-            with torch.inference_mode(False):  # so that it may be written inside and outside of inference mode
-                self._kept = torch.empty(count, dtype=stored.dtype, device=stored.device)
-        target = self._kept[:count].view(len(rows), *stored.shape[1:])
-        return torch.index_select(stored, 0, rows, out=target)
+    def _require_memory(self, num_blocks: int) -> None:
+        """Try what a resize takes at its peak, before anything changes: the growth, and one tensor twice."""
+        largest = max(t.shape[1] * t.itemsize for rows in (*self._keys, *self._values) for t in rows.tensors)
+        growth = max(0, num_blocks - self.num_blocks) * self.bytes_per_block
+        try:
+            zeros((growth + largest * num_blocks * self.block_tokens,), torch.uint8, self.device)
+        except (MemoryError, RuntimeError) as error:
+            raise self._no_memory(num_blocks) from error
 
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros. On the CPU by numpy: it asks the system for zeroed pages, real only once they are written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    def _no_memory(self, num_blocks: int) -> CapacityError:
+        return CapacityError(
+            f"there is no memory on {self.device} for {num_blocks} blocks of {self.bytes_per_block} bytes; "
+            f"{self.num_blocks} blocks ({self.num_bytes} bytes) are there now",
+            "ask for fewer pages, or free memory on that device",
+        )
