@@ -10,7 +10,22 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, PreTr
 
 VOCAB = 211
 WINDOW = 24
+CHUNK = 20
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2")
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
@@ -22,7 +37,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 96},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": CHUNK,
+        "num_local_experts": 1,
+        "intermediate_size_mlp": 96,
+        "floor_scale": 16,
+    },
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "deepseek_v2": LATENT,
+    "deepseek_v3": {**LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
 
 
