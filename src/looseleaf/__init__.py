@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from looseleaf.core.config import CacheConfig, CachePlan, LayerGroup
-from looseleaf.core.events import BlocksRemoved, BlocksStored
+from looseleaf.core.events import BlocksMoved, BlocksRemoved, BlocksStored
 from looseleaf.core.explain import Explanation
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager, PrefixMatch
+from looseleaf.core.moving import CompactionResult, ResizeResult
 from looseleaf.core.pins import Pin
+from looseleaf.core.reports import Fragmentation, GroupUse
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.errors import (
     CapacityError,
@@ -29,6 +31,7 @@ from looseleaf.errors import (
     PinQuotaExceeded,
     PromptTooLong,
     RequestError,
+    ResizeRefused,
     TierError,
     TierUnavailable,
     TruncateBelowCommitted,
@@ -40,6 +43,7 @@ from looseleaf.errors import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlocksMoved",
     "BlocksRemoved",
     "BlocksStored",
     "CacheConfig",
@@ -49,9 +53,12 @@ __all__ = [
     "CapacityError",
     "ClearResult",
     "CommitBeyondReserved",
+    "CompactionResult",
     "ConfigError",
     "DuplicateRequest",
     "Explanation",
+    "Fragmentation",
+    "GroupUse",
     "IntegrityError",
     "InvalidTokens",
     "LayerGroup",
@@ -68,6 +75,8 @@ __all__ = [
     "PrefixMatch",
     "PromptTooLong",
     "RequestError",
+    "ResizeRefused",
+    "ResizeResult",
     "TierError",
     "TierUnavailable",
     "TruncateBelowCommitted",

@@ -102,6 +102,27 @@ class PinQuotaExceeded(CapacityError):
         )
 
 
+class ResizeRefused(CapacityError):
+    """The pool can't have the size asked for: running requests or hard pins need more. Nothing has changed.
+
+    `num_blocks`: what was asked. `held_blocks`: what running requests hold. `hard_pinned_blocks`, `quota_blocks`: what
+    hard pins hold, and what they may hold in a pool of that size.
+    """
+
+    code = "resize_refused"
+
+    def __init__(self, num_blocks: int, held_blocks: int, hard_pinned_blocks: int, quota_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.held_blocks = held_blocks
+        self.hard_pinned_blocks = hard_pinned_blocks
+        self.quota_blocks = quota_blocks
+        super().__init__(
+            f"cannot resize to {num_blocks} blocks: {held_blocks} are held by running requests, {hard_pinned_blocks} "
+            f"are hard-pinned, and pins may hold {quota_blocks} of so many",
+            "wait for requests to finish, or release pins (GET /v1/pins)",
+        )
+
+
 class PromptTooLong(CapacityError):
     """A prompt that can never be served: longer than the model or than the memory. Raised by engine and server."""
 

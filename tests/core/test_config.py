@@ -27,10 +27,9 @@ from looseleaf import CacheConfig, CacheManager, ConfigError, LayerGroup, Loosel
         ({"groups": ()}, "groups is empty"),
         ({"groups": 5}, "must be a tuple of LayerGroup"),
         ({"policy": None}, "no setting 'None'"),
-        (
-            {"groups": (LayerGroup("full"), LayerGroup("window", window_tokens=512))},
-            "only one full group is served so far",
-        ),
+        ({"groups": (LayerGroup("full"), LayerGroup("full", name="other"))}, "there are several full groups"),
+        ({"groups": (LayerGroup("full", name="a"), LayerGroup("window", 8, name="a"))}, "2 groups have this name"),
+        ({"groups": (LayerGroup("full", name="kv"),)}, "means all groups"),
         ({"num_known_requests": -1}, "num_known_requests is -1"),
         ({"page_token": 256}, "did you mean 'page_tokens'"),
     ],

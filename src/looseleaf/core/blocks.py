@@ -15,8 +15,9 @@ class BlockLedger:
         ACTIVE  held by at least one lease
         CACHED  no holder, stored in the prefix tree
 
-    Every method takes int32 block ids [n] that are distinct within the call and works on the array as a whole.
-    Counters are kept by the transitions and checked by `check_integrity`.
+    A CACHED block may be *protected* by a hard pin: it is not evictable then. Every method takes int32 block ids [n]
+    that are distinct within the call and works on the array as a whole. Counters are kept by the transitions and
+    checked by `check_integrity`.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -25,18 +26,25 @@ class BlockLedger:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, dtype=np.int32)
         self.stored = np.zeros(num_blocks, dtype=np.bool_)
+        self.protected = np.zeros(num_blocks, dtype=np.bool_)
         self.num_active_blocks = 0
         self.num_cached_blocks = 0
+        self.num_protected_idle_blocks = 0  # protected and CACHED
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be taken at once."""
         return self.pool.num_free_blocks
 
-    def take(self, num_blocks: int, after: int | None = None) -> Int32Array:
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Cached blocks that can be evicted, soft-pinned ones included."""
+        return self.num_cached_blocks - self.num_protected_idle_blocks
+
+    def take(self, num_blocks: int, after: int | None = None, growth_blocks: int | None = None) -> Int32Array:
         """FREE → ACTIVE: `num_blocks` blocks with one holder, int32 [num_blocks]. The caller has checked that they
         exist."""
-        blocks = self.pool.take(num_blocks, after)
+        blocks = self.pool.take(num_blocks, after, growth_blocks)
         self.refs[blocks] = 1
         self.num_active_blocks += num_blocks
         return blocks
@@ -44,10 +52,13 @@ class BlockLedger:
     def hold(self, blocks: Int32Array) -> None:
         """One more holder for stored or held blocks; CACHED ones become ACTIVE."""
         counts = self.refs[blocks]
-        woken = len(blocks) - int(np.count_nonzero(counts))
+        idle = counts == 0
+        num_woken = int(np.count_nonzero(idle))
+        if num_woken:
+            self.num_active_blocks += num_woken
+            self.num_cached_blocks -= num_woken
+            self.num_protected_idle_blocks -= int(np.count_nonzero(self.protected[blocks] & idle))
         self.refs[blocks] = counts + 1
-        self.num_active_blocks += woken
-        self.num_cached_blocks -= woken
 
     def drop(self, blocks: Int32Array) -> None:
         """One holder less; blocks without any become CACHED if they are stored, FREE if not."""
@@ -60,6 +71,7 @@ class BlockLedger:
         num_kept = int(np.count_nonzero(kept))
         self.num_active_blocks -= len(idle)
         self.num_cached_blocks += num_kept
+        self.num_protected_idle_blocks += int(np.count_nonzero(self.protected[idle]))
         if num_kept < len(idle):
             self.pool.give_back(idle[~kept])
 
@@ -67,10 +79,32 @@ class BlockLedger:
         """Note that held blocks are now in the prefix tree."""
         self.stored[blocks] = True
 
+    def protect(self, blocks: Int32Array, protected: bool) -> None:
+        """Note that a hard pin covers stored blocks from now on, or that none does any more."""
+        changed = blocks[self.protected[blocks] != protected]
+        num_idle = int(np.count_nonzero(self.refs[changed] == 0))
+        self.num_protected_idle_blocks += num_idle if protected else -num_idle
+        self.protected[changed] = protected
+
     def forget(self, blocks: Int32Array) -> int:
-        """Note that blocks left the prefix tree; those without a holder become FREE. Returns how many did."""
+        """Note that unprotected blocks left the prefix tree; those without a holder become FREE. Returns how many
+        did."""
         self.stored[blocks] = False
         idle = blocks[self.refs[blocks] == 0]
         self.num_cached_blocks -= len(idle)
         self.pool.give_back(idle)
         return len(idle)
+
+    def move(self, from_blocks: Int32Array, to_blocks: Int32Array, num_pages: int) -> None:
+        """Take over the state of `from_blocks` [n] at free `to_blocks` [n], in a pool of `num_pages` pages from now on;
+        no other taken block may lie beyond it. O(blocks)."""
+        num_blocks = num_pages * self.pool.blocks_per_page
+        for name in ("refs", "stored", "protected"):
+            before = getattr(self, name)
+            after = np.zeros(num_blocks, dtype=before.dtype)
+            after[: len(before)] = before[:num_blocks]
+            after[from_blocks[from_blocks < num_blocks]] = 0
+            after[to_blocks] = before[from_blocks]
+            setattr(self, name, after)
+        self.num_blocks = num_blocks
+        self.pool.rebuild((self.refs > 0) | self.stored)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.settings import strict_settings, unknown_setting
 from looseleaf.errors import ConfigError
+from looseleaf.ids import Int64Array
+
+MAX_SEQUENCE_TOKENS = 2**30
+"""More than any sequence has: the limit where only windows are kept, whatever the length."""
 
 MAX_BLOCKS_PER_PAGE = 64
 """A page's occupancy is one bit mask of 64 bits."""
@@ -78,7 +82,9 @@ class CacheConfig:
     num_pages: pages of the pool. page_tokens, block_tokens: their sizes; a block is a power of two from 1 to 512
     tokens, a page a multiple of it with at most 64 blocks. policy: name of the eviction policy. pin_quota: share of
     all blocks that pins may hold, 0 to 1. reserve_pages: whole pages that `maintain` keeps free ahead of need.
-    groups: the layer groups. num_known_requests: finished requests that `explain` and `pin(request_id=...)` remember.
+    groups: the layer groups; all their lanes take blocks from this one pool. num_known_requests: finished requests that
+    `explain` and `pin(request_id=...)` remember. layout: fingerprint of what a block holds; an engine refuses a
+    model of another one.
     """
 
     num_pages: int
@@ -89,6 +95,7 @@ class CacheConfig:
     reserve_pages: int = 0
     groups: tuple[LayerGroup, ...] = (LayerGroup("full"),)
     num_known_requests: int = 10_000
+    layout: str = ""
 
     def __post_init__(self) -> None:
         """Check every value and their combinations.
@@ -124,17 +131,64 @@ class CacheConfig:
             raise ConfigError(f"groups is {self.groups!r}; it must be a tuple of LayerGroup")
         if not self.groups:
             raise ConfigError("groups is empty", 'leave it out for one full group, LayerGroup("full")')
-        if tuple(group.kind for group in self.groups) != ("full",):
-            names = ", ".join(group.kind for group in self.groups)
-            raise ConfigError(
-                f"groups ({names}): only one full group is served so far",
-                "leave groups out; models with window layers then keep all tokens of every layer",
-            )
+        names = [group.name for group in self.groups]
+        for name in names:
+            if names.count(name) > 1 or name == "kv":
+                what = '"kv" means all groups' if name == "kv" else f"{names.count(name)} groups have this name"
+                raise ConfigError(
+                    f"a layer group is named {name!r}: {what}", 'tell them apart with LayerGroup(name="...")'
+                )
+        if sum(group.kind == "full" for group in self.groups) > 1:
+            raise ConfigError("there are several full groups", "layers that keep all tokens make one group")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A layer group and its place among the lanes: columns `first_lane` to `last_lane` (exclusive) of a block table."""
+
+    group: LayerGroup
+    first_lane: int
+    last_lane: int
+    block_tokens: int
+
+    @property
+    def lanes(self) -> slice:
+        """Its columns."""
+        return slice(self.first_lane, self.last_lane)
+
+    @property
+    def num_lanes(self) -> int:
+        """How many columns these are."""
+        return self.last_lane - self.first_lane
+
+    @property
+    def slides(self) -> bool:
+        """True if it lets go of old blocks (a window, or chunks)."""
+        return self.group.kind != "full"
+
+    def first_needed_block(self, num_blocks: int) -> int:
+        """The oldest logical block that must be there to go on behind `num_blocks` blocks."""
+        return self.group.first_needed_token(num_blocks * self.block_tokens) // self.block_tokens
+
+    def first_needed_blocks(self, num_blocks: int) -> Int64Array:
+        """`first_needed_block` of 0, 1, …, `num_blocks`: int64 [num_blocks + 1]."""
+        ends = np.arange(num_blocks + 1, dtype=np.int64) * self.block_tokens
+        if self.group.window_tokens is not None:
+            ends = np.maximum(ends - self.group.window_tokens, 0)
+        elif self.group.chunk_tokens is not None:
+            ends -= ends % self.group.chunk_tokens
+        else:
+            ends[:] = 0
+        return ends // self.block_tokens
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What comes out of a `CacheConfig`: sizes in blocks, worked out once."""
+    """What comes out of a `CacheConfig`: sizes in blocks, worked out once.
+
+    `num_blocks`: blocks of the pool; each holds `block_tokens` tokens of one lane. `num_lanes`: lanes of all groups.
+    `num_tokens`: most tokens that one sequence can have when it has the pool for itself.
+    """
 
     num_pages: int
     blocks_per_page: int
@@ -143,18 +197,58 @@ class CachePlan:
     num_tokens: int
     quota_blocks: int
     reserve_blocks: int
+    groups: tuple[GroupPlan, ...]
 
     @classmethod
-    def of(cls, config: CacheConfig) -> CachePlan:
-        """The plan that follows from `config`; `quota_blocks` is floor(pin_quota * num_blocks)."""
+    def of(cls, config: CacheConfig, num_pages: int | None = None) -> CachePlan:
+        """The plan that follows from `config`, with another number of pages if that is given; `quota_blocks` is
+        floor(pin_quota * num_blocks)."""
+        num_pages = config.num_pages if num_pages is None else num_pages
         per_page = config.page_tokens // config.block_tokens
-        num_blocks = config.num_pages * per_page
-        return cls(
-            num_pages=config.num_pages,
+        num_blocks = num_pages * per_page
+        groups: list[GroupPlan] = []
+        for group in config.groups:
+            first = groups[-1].last_lane if groups else 0
+            groups.append(GroupPlan(group, first, first + group.num_lanes, config.block_tokens))
+        plan = cls(
+            num_pages=num_pages,
             blocks_per_page=per_page,
             block_tokens=config.block_tokens,
             num_blocks=num_blocks,
             num_tokens=num_blocks * config.block_tokens,
             quota_blocks=math.floor(config.pin_quota * num_blocks),
             reserve_blocks=config.reserve_pages * per_page,
+            groups=tuple(groups),
         )
+        return plan if plan.num_lanes == 1 and not plan.slides else replace(plan, num_tokens=plan._most_tokens())
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of all groups: columns of a block table."""
+        return self.groups[-1].last_lane
+
+    @property
+    def slides(self) -> bool:
+        """True if some group lets go of old blocks."""
+        return any(group.slides for group in self.groups)
+
+    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks, in all lanes, that a sequence holds at once while it grows to `num_tokens` tokens, computing at
+        most `step_tokens` in one step."""
+        num_blocks = -(-num_tokens // self.block_tokens)
+        needed = 0
+        for plan in self.groups:
+            span = plan.group.window_tokens or plan.group.chunk_tokens
+            held = num_blocks
+            if span is not None:  # what the first token of a step sees and the step itself, each begun midway
+                held = min(num_blocks, -(-span // self.block_tokens) + -(-step_tokens // self.block_tokens) + 1)
+            needed += plan.num_lanes * held
+        return needed
+
+    def _most_tokens(self) -> int:
+        low, high = 0, MAX_SEQUENCE_TOKENS // self.block_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.blocks_for(middle * self.block_tokens, self.block_tokens) <= self.num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * self.block_tokens

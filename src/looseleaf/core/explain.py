@@ -70,14 +70,25 @@ def forked(num_tokens: int, num_shared_tokens: int, parent_id: str) -> Explanati
     return Explanation(num_tokens, num_shared_tokens, num_shared_tokens, None, "full_hit", message)
 
 
-def explain_lookup(
-    tree: PrefixTree, forgotten: ForgottenTable, node: Node, data: bytes, num_cached_blocks: int, now_seconds: float
-) -> Explanation:
-    """Why a look-up of packed tokens ended at the end of `node`, after `num_cached_blocks` blocks. Read-only.
+@dataclass(frozen=True)
+class WindowCut:
+    """A look-up was cut back from `num_known_blocks` stored blocks, since layer group `group` has let go of what it
+    would need to go on from there."""
 
-    Evidence is weighed in this order: everything usable hit; too short to hit; the next block was stored and
-    forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of it.
+    group: str
+    num_known_blocks: int
+
+
+def explain_lookup(
+    tree: PrefixTree, forgotten: ForgottenTable, node: Node, data: bytes, cut: WindowCut | None, now_seconds: float
+) -> Explanation:
+    """Why a look-up of packed tokens ended at the end of `node`. Read-only.
+
+    Evidence is weighed in this order: everything usable hit; too short to hit; a window was gone; the next block was
+    stored and forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of
+    it.
     """
+    num_cached_blocks = node.end
     size = tree.block_bytes
     block_tokens = size // TOKEN_BYTES
     num_tokens = len(data) // TOKEN_BYTES
@@ -97,6 +108,11 @@ def explain_lookup(
         )
     if num_cached_blocks == num_usable_blocks:
         return answer("full_hit", "all whole blocks were cached, and at least one token is always computed", None)
+    if cut is not None:
+        num_known = cut.num_known_blocks * block_tokens
+        why = f"{num_known} tokens of it are stored, but group {cut.group!r} has let go of what lies before token "
+        text = f"{head}: {why}{num_known}."
+        return Explanation(num_tokens, num_cached, num_known, num_cached, "window_cut", text)
     lost = forgotten.look_up(node, block)
     if lost is not None:
         cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"

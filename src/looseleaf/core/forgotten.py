@@ -82,6 +82,13 @@ class ForgottenTable:
         assert node.chain_keys is not None  # set in the loop
         return node.chain_keys
 
+    def key_before(self, node: Node, row: int) -> int | None:
+        """Chain key in front of a node's block number `row`; None in front of a namespace's first block."""
+        if row:
+            return int(self.keys_of(node)[row - 1])
+        assert node.parent is not None  # a root has no blocks
+        return None if node.parent.is_root else self._end_key(node.parent)
+
     def _end_key(self, node: Node) -> int:
         if node.is_root:
             return root_key(node.namespace)

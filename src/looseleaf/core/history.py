@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from looseleaf.core.explain import Explanation
 from looseleaf.core.tokens import TOKEN_BYTES
+from looseleaf.errors import UnknownRequest
 from looseleaf.ids import Namespace, RequestId
 
 MIN_REMEMBERED_TOKENS = 32 * 2**20
@@ -52,6 +53,17 @@ class History:
     def get(self, request_id: RequestId) -> FinishedRequest | None:
         """The finished request of that id, None if it is not remembered."""
         return self._requests.get(request_id)
+
+    def require(self, request_id: RequestId) -> FinishedRequest:
+        """The finished request of that id.
+
+        Raises:
+            UnknownRequest: it is not remembered.
+        """
+        finished = self._requests.get(request_id)
+        if finished is None:
+            raise UnknownRequest(request_id, f"the last {self._num_requests:,} finished requests are known")
+        return finished
 
     def _drop(self, request_id: RequestId) -> None:
         if self._requests.pop(request_id, None) is not None:

@@ -10,8 +10,9 @@ import numpy as np
 from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.pins import HARD
 from looseleaf.core.store import BlockStore
-from looseleaf.core.tree import Node
+from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import IntegrityError
+from looseleaf.ids import Int32Array
 
 
 def check_integrity(store: BlockStore, desk: LeaseDesk) -> None:
@@ -52,7 +53,8 @@ def _check_references(store: BlockStore, desk: LeaseDesk) -> None:
     """I2: a block's reference count is the number of leases that hold it."""
     refs = np.zeros(store.ledger.num_blocks, dtype=np.int32)
     for lease in desk.live.values():
-        np.add.at(refs, lease.table[: lease.num_blocks], 1)
+        table = lease.table[: lease.num_blocks]
+        np.add.at(refs, table[table != ABSENT], 1)
     differ = np.flatnonzero(refs != store.ledger.refs)
     if len(differ):
         block = int(differ[0])
@@ -97,16 +99,38 @@ def _check_tree(store: BlockStore) -> None:
         _require(node.end == parent.end + node.num_blocks, "I6", f"{name} ends at {node.end}, parent {parent.end}")
         key = node.tokens[: tree.block_bytes]
         _require(parent.children.get(key) is node, "I4", f"{name} is not its parent's child")
-        owner[node.blocks] += 1
-        _require(bool(ledger.stored[node.blocks].all()), "I6", f"{name} owns a block that is not stored")
-        holders = ledger.refs[node.blocks]
-        _require(bool((holders == holders[0]).all()), "I4", f"{name}: its blocks have different holders")
-        if not parent.is_root:
-            _require(
-                int(ledger.refs[parent.blocks[0]]) >= int(holders[0]), "I4", f"{name} is held more than its parent"
-            )
+        present = node.blocks[node.blocks != ABSENT]
+        np.add.at(owner, present, 1)
+        _require(bool(ledger.stored[present].all()), "I6", f"{name} owns a block that is not stored")
+        full = node.blocks[:, _full_lanes(store)]
+        _require(bool((full != ABSENT).all()), "I6", f"{name} lacks a block that is never let go of")
+        holders = ledger.refs[full]
+        _require(bool((holders == node.num_holders).all()), "I4", f"{name}: not all its holders hold its blocks")
+        _require(bool((ledger.refs[present] <= node.num_holders).all()), "I4", f"{name}: a block has more holders")
+        _require(parent.is_root or parent.num_holders >= node.num_holders, "I4", f"{name} is held more than its parent")
+        _check_marks(store, node)
     _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
     _require(bool((owner == ledger.stored).all()), "I6", "a block is in two nodes, or stored without a node")
+
+
+def _full_lanes(store: BlockStore) -> list[int]:
+    return [
+        lane for group in store.plan.groups if not group.slides for lane in range(group.first_lane, group.last_lane)
+    ]
+
+
+def _check_marks(store: BlockStore, node: Node) -> None:
+    """I9: a sliding group's evictable rows are queued no later than they are due; a row is held in all its lanes."""
+    for column, group in enumerate(store.sliding):
+        lanes = node.blocks[:, group.lanes]
+        _require(
+            bool(((lanes == ABSENT) == (lanes[:, :1] == ABSENT)).all()), "I6", f"node {node.id}: half a row is gone"
+        )
+        keys = store.slid_out.keys(node, column)
+        assert node.marks is not None  # there are sliding groups
+        is_queued = len(keys) == 0 or node.marks.queued[column] <= keys.min()
+        _require(is_queued, "I9", f"node {node.id} has evictable rows in {group.group.name!r} but is not queued")
+        _require(len(node.marks.ticks) == node.num_blocks, "I6", f"node {node.id}: rows and marks differ")
 
 
 def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
@@ -123,13 +147,21 @@ def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
         )
         _require(rows.num_places[row] == lease.num_blocks * size, "I7", f"{name}: places are miscounted")
         index = known // size
-        block = lease.table[index] if index < lease.num_blocks else -1
-        _require(rows.next_block[row] == block, "I7", f"{name}: next block is {rows.next_block[row]}, not {block}")
+        blocks = lease.table[index] if index < lease.num_blocks else np.full(store.plan.num_lanes, ABSENT)
+        is_next = bool((rows.next_block[row] == blocks).all())
+        _require(is_next, "I7", f"{name}: next blocks are {rows.next_block[row]}, not {blocks}")
+        for group, first in zip(store.plan.groups, lease.first_rows, strict=True):
+            present = lease.table[: lease.num_blocks, group.lanes] != ABSENT
+            _require(bool(present[first:].all() and not present[:first].any()), "I7", f"{name}: it has holes")
+            _require(first <= group.first_needed_block(committed // size), "I7", f"{name}: it lacks what it needs")
         if not lease.stores:
             continue
         path = lease.node.path()
-        blocks = np.concatenate([node.blocks for node in path]) if path else lease.table[:0]
-        same = len(blocks) == committed // size and bool((blocks == lease.table[: len(blocks)]).all())
+        blocks = np.concatenate([store.tree.no_blocks, *(node.blocks for node in path)])
+        same = len(blocks) == committed // size
+        if same:
+            own = lease.table[: len(blocks)]
+            same = bool(((own == blocks) | (own == ABSENT)).all())
         _require(same, "I5", f"{name}: its committed blocks are not those of its path")
         tokens = b"".join(node.tokens for node in path)
         _require(lease.head.startswith(tokens), "I6", f"{name}: the tokens of its path are not its own")
@@ -151,7 +183,10 @@ def _check_pins(store: BlockStore) -> None:
                 hard[node.id] = hard.get(node.id, 0) + 1
             else:
                 soft.setdefault(node.id, []).append(record.priority)
-    num_hard = num_soft = num_idle = 0
+    num_full_lanes = len(_full_lanes(store))
+    num_hard = num_soft = 0
+    protected = np.zeros(store.ledger.num_blocks, dtype=np.bool_)
+    guards = _expected_guards(store)
     for node in _stored_nodes(store):
         _require(node.num_hard_pins == hard.get(node.id, 0), "I8", f"node {node.id}: hard pins are miscounted")
         _require(
@@ -160,14 +195,44 @@ def _check_pins(store: BlockStore) -> None:
             f"node {node.id}: soft pins are miscounted",
         )
         if node.num_hard_pins:
-            num_hard += node.num_blocks
-            num_idle += 0 if store.ledger.refs[node.blocks[0]] else node.num_blocks
+            num_hard += node.num_blocks * num_full_lanes
+            protected[node.blocks[:, _full_lanes(store)]] = True
         elif node.soft_priorities:
-            num_soft += node.num_blocks
-    found = (num_hard, num_soft, num_idle)
-    counted = (pins.num_hard_blocks, pins.num_soft_blocks, pins.num_hard_idle_blocks)
-    _require(found == counted, "I8", f"(hard, soft, idle hard) blocks are {found}, counted {counted}")
+            num_soft += node.num_blocks * num_full_lanes
+        if node.marks is None:
+            continue
+        expected = guards.get(node.id, np.zeros((2, *node.marks.ticks.shape), dtype=np.int32))
+        counted_guards = np.stack((node.marks.hard_guards, node.marks.soft_guards))
+        _require(bool((expected == counted_guards).all()), "I8", f"node {node.id}: guards are miscounted")
+        for column, group in enumerate(store.sliding):
+            is_hard, is_soft = expected[:, :, column] > 0
+            num_hard += int(is_hard.sum()) * group.num_lanes
+            num_soft += int((is_soft & ~is_hard).sum()) * group.num_lanes
+            blocks = node.blocks[is_hard, group.lanes]
+            protected[blocks[blocks != ABSENT]] = True
+    found = (num_hard, num_soft)
+    counted = (pins.num_hard_blocks, pins.num_soft_blocks)
+    _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
+    _require(bool((protected == store.ledger.protected).all()), "I8", "protected blocks are not those of hard pins")
+    num_idle = int((protected & (store.ledger.refs == 0)).sum())
+    counted_idle = store.ledger.num_protected_idle_blocks
+    _require(num_idle == counted_idle, "I8", f"{num_idle} protected blocks are idle, counted {counted_idle}")
     _require(num_hard + num_soft <= pins.quota_blocks, "I8", f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}")
+
+
+def _expected_guards(store: BlockStore) -> dict[int, Int32Array]:
+    """By node id, int32 [2 (hard, soft), rows, sliding groups]: what the pins of this moment guard."""
+    guards: dict[int, Int32Array] = {}
+    for record in store.pins.records.values():
+        for column, group in enumerate(store.sliding):
+            if record.cache_type not in ("kv", group.group.name):
+                continue
+            first = group.first_needed_block(record.node.end)
+            for node in record.node.path():
+                shape = (2, node.num_blocks, len(store.sliding))
+                counts = guards.setdefault(node.id, np.zeros(shape, dtype=np.int32))
+                counts[0 if record.level == HARD else 1, max(0, first - node.start) :, column] += 1
+    return guards
 
 
 def _check_victims(store: BlockStore) -> None:
@@ -175,7 +240,7 @@ def _check_victims(store: BlockStore) -> None:
     own."""
     expected: dict[str, set[int]] = {"unpinned": set(), "soft": set()}
     for node in _stored_nodes(store):
-        if not node.children and not store.ledger.refs[node.blocks[0]] and not node.num_hard_pins:
+        if not node.children and not node.num_holders and not node.num_hard_pins:
             expected["soft" if node.soft_priorities else "unpinned"].add(node.id)
     for queue, nodes in expected.items():
         offered = set(store.victims.offered(queue))

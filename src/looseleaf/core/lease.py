@@ -28,8 +28,8 @@ class Lease:
     """
 
     __slots__ = (
-        "copies", "desk", "explanation", "head", "is_open", "namespace", "node", "num_blocks", "num_cached_tokens",
-        "own_node", "request_id", "row", "stores", "table", "view",
+        "copies", "desk", "expected_tokens", "explanation", "first_rows", "head", "is_open", "namespace", "node",
+        "num_blocks", "num_cached_tokens", "opened_tick", "own_node", "request_id", "row", "stores", "table", "views",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +42,8 @@ class Lease:
         table: Int32Array,
         stores: bool,
         explanation: Explanation,
+        first_rows: list[int],
+        opened_tick: int,
     ) -> None:
         self.desk = desk
         self.own_node = False
@@ -52,7 +54,10 @@ class Lease:
         self.head = head
         self.table = table
         self.num_blocks = len(table)
-        self.view: Int32Array | None = None  # the read-only part of `table` that is in use, once it was asked for
+        self.views: tuple[Int32Array, ...] | None = None  # what each group holds, read-only, once it was asked for
+        self.first_rows = first_rows  # the logical block with which each group begins
+        self.opened_tick = opened_tick
+        self.expected_tokens: int | None = None
         self.num_cached_tokens = 0
         self.stores = stores
         self.explanation = explanation
@@ -78,27 +83,49 @@ class Lease:
 
     @property
     def block_table(self) -> Int32Array:
-        """Block ids in logical order, int32 [num_blocks], read-only. Entries may change at this lease's commit, never
-        elsewhere: read it again after one.
+        """Block ids of the first layer group in logical order, int32 [num_blocks] ([num_blocks, num_lanes] if it has
+        several lanes), read-only. Entries may change at this lease's commit and when the cache is resized or compacted,
+        never elsewhere: read it again after these.
 
         Raises:
             LeaseClosed: the lease is released.
         """
-        return self.desk.block_table(self)
+        table = self.desk.tables(self)[0]
+        return table[:, 0] if table.shape[1] == 1 else table
+
+    @property
+    def tables(self) -> tuple[Int32Array, ...]:
+        """What each layer group holds, int32 [num_blocks, num_lanes] each, read-only, from its entry in `firsts` on.
+
+        Raises:
+            LeaseClosed: the lease is released.
+        """
+        return self.desk.tables(self)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The logical block with which each of `tables` begins."""
+        return tuple(self.first_rows)
 
     @property
     def block_tables(self) -> Mapping[str, Int32Array]:
-        """The block table of each layer group by its name.
+        """The block table of each layer group by its name, in the form of `block_table`.
 
         Raises:
             LeaseClosed: the lease is released.
         """
-        return MappingProxyType({"full": self.block_table})
+        names = self.desk.group_names
+        return MappingProxyType(
+            {
+                name: table[:, 0] if table.shape[1] == 1 else table
+                for name, table in zip(names, self.desk.tables(self), strict=True)
+            }
+        )
 
     @property
     def first_blocks(self) -> Mapping[str, int]:
-        """The logical block with which each group's table begins."""
-        return MappingProxyType({"full": 0})
+        """The logical block with which each group's table begins; what slid out of a window lies before it."""
+        return MappingProxyType(dict(zip(self.desk.group_names, self.first_rows, strict=True)))
 
     @property
     def token_ids(self) -> Int32Array:
@@ -155,8 +182,9 @@ class Lease:
     def fork(self, request_id: RequestId | None = None) -> Lease:
         """A second lease that knows the same tokens and shares the committed full blocks.
 
-        A committed partial tail gets a block of its own, and `child.copies` lists the copy that the tensors must do
-        before the child's next step: [(from_block, to_block)]. Uncommitted room stays here. Not counted as a look-up.
+        A committed partial tail gets a block of its own in each lane, and `child.copies` lists the copies that the
+        tensors must do before the child's next step: [(from_block, to_block)]. Uncommitted room stays here. Not
+        counted as a look-up.
 
         Raises:
             OutOfBlocks: no block for the tail; nothing changes.
@@ -193,18 +221,18 @@ class Lease:
     # --- for the desk ---------------------------------------------------------------------------------------------
 
     def set_table(self, blocks: Int32Array) -> None:
-        """Replace the whole table."""
+        """Replace the whole table, int32 [num_blocks, num_lanes]."""
         self.table = blocks
         self.num_blocks = len(blocks)
-        self.view = None
+        self.views = None
 
     def add_blocks(self, blocks: Int32Array) -> None:
-        """Append blocks to the table; amortised O(blocks)."""
+        """Append rows to the table; amortised O(rows)."""
         needed = self.num_blocks + len(blocks)
         if needed > len(self.table):
-            table = np.empty(max(needed, 2 * self.num_blocks), dtype=np.int32)
+            table = np.empty((max(needed, 2 * self.num_blocks), self.table.shape[1]), dtype=np.int32)
             table[: self.num_blocks] = self.table[: self.num_blocks]
             self.table = table
         self.table[self.num_blocks : needed] = blocks
         self.num_blocks = needed
-        self.view = None
+        self.views = None

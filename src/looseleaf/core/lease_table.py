@@ -13,13 +13,14 @@ class LeaseTable:
     num_tokens     [rows] int64   tokens known
     num_reserved   [rows] int64   tokens that have room
     num_committed  [rows] int64   tokens written
-    num_places     [rows] int64   token places in the blocks of the table
-    next_block     [rows] int64   the block that the next token would fall into, -1 if it has none yet
+    num_places     [rows] int64   token places in the blocks of one lane of the table
+    next_block     [rows, lanes] int64   the blocks that the next token would fall into, -1 if it has none yet
     tail           [rows, block_tokens] int32   known tokens behind the last full block
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_lanes: int) -> None:
         self.block_tokens = block_tokens
+        self.num_lanes = num_lanes
         self._free_rows: list[int] = []
         self._allocate(0)
 
@@ -39,9 +40,14 @@ class LeaseTable:
 
     @property
     def num_unfilled_places(self) -> int:
-        """Token places held by all leases that no reserved token fills. Only last blocks have any, and these are
-        private."""
-        return int(self.num_places.sum() - self.num_reserved.sum())
+        """Token places held by all leases, in all lanes, that no reserved token fills. Only last blocks have any, and
+        these are private."""
+        return int(self.num_places.sum() - self.num_reserved.sum()) * self.num_lanes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all columns."""
+        return sum(column.nbytes for column in self._columns()) + self.tail.nbytes + self._mark.nbytes
 
     @property
     def num_uncommitted_tokens(self) -> int:
@@ -62,7 +68,7 @@ class LeaseTable:
         self.num_reserved: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_committed: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_places: Int64Array = np.zeros(num_rows, dtype=np.int64)
-        self.next_block: Int64Array = np.zeros(num_rows, dtype=np.int64)
+        self.next_block: Int64Array = np.zeros((num_rows, self.num_lanes), dtype=np.int64)
         self.tail: Int32Array = np.zeros((num_rows, self.block_tokens), dtype=np.int32)
         self._mark: Int64Array = np.zeros(num_rows, dtype=np.int64)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from looseleaf.core.explain import Explanation, explain_lookup, forked, skipped
+from looseleaf.core.config import GroupPlan
+from looseleaf.core.explain import Explanation, WindowCut, explain_lookup, forked, skipped
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
-from looseleaf.core.tree import EMPTY_BLOCKS, Node
+from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import (
     CommitBeyondReserved,
     DuplicateRequest,
@@ -27,24 +29,41 @@ from looseleaf.errors import (
 from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
 
 
+@dataclass(frozen=True)
+class ReleaseGain:
+    """What releasing a lease now would give. `num_blocks`: blocks that become free or evictable, in all lanes.
+    `num_lost_tokens`: committed tokens from the first that no other lease and no hard pin keeps."""
+
+    num_blocks: int
+    num_lost_tokens: int
+
+
 class LeaseDesk:
     """All live leases of one manager. Every public method is atomic under the manager's lock."""
 
     def __init__(self, store: BlockStore, history: History, clock: Callable[[], float], lock: threading.RLock) -> None:
         self.live: dict[RequestId, Lease] = {}
-        self.rows = LeaseTable(store.plan.block_tokens)
+        self.rows = LeaseTable(store.plan.block_tokens, store.plan.num_lanes)
+        self.group_names = tuple(group.group.name for group in store.plan.groups)
         self._store = store
         self._history = history
         self._clock = clock
         self._lock = lock
         self._block_tokens = store.plan.block_tokens
         self._block_bytes = store.tree.block_bytes
+        self._num_lanes = store.plan.num_lanes
         self._num_opened = 0
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
     def open(
-        self, prompt: Tokens, request_id: RequestId | None, namespace: Namespace, count_lookup: bool, reuse: bool
+        self,
+        prompt: Tokens,
+        request_id: RequestId | None,
+        namespace: Namespace,
+        count_lookup: bool,
+        reuse: bool,
+        expected_tokens: int | None,
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
@@ -52,13 +71,15 @@ class LeaseDesk:
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
-            node, blocks, explanation = self._look_up(data, num_tokens, namespace, reuse)
+            node, table, explanation = self._look_up(data, num_tokens, namespace, reuse)
             earlier = None if count_lookup else self._history.get(request_id)
             if earlier is not None:  # a request that comes back keeps the reason of its first look-up
                 explanation = earlier.explanation
-            lease = self._make(request_id, node, data, num_tokens, blocks, reuse, explanation)
-            num_cached = len(blocks) * self._block_tokens
+            firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
+            lease = self._make(request_id, node, data, num_tokens, table, reuse, explanation, firsts)
+            num_cached = len(table) * self._block_tokens
             lease.num_cached_tokens = num_cached
+            lease.expected_tokens = expected_tokens
             self.rows.num_reserved[lease.row] = num_cached
             self.rows.num_committed[lease.row] = num_cached
             if reuse and count_lookup:
@@ -76,13 +97,13 @@ class LeaseDesk:
         store = self._store
         root = store.tree.root(namespace)
         if not reuse:
-            return root, EMPTY_BLOCKS, skipped(num_tokens)
-        match = store.tree.find(root, data, (num_tokens - 1) // self._block_tokens)
-        node, blocks = store.hold(match)
+            return root, store.tree.no_blocks.copy(), skipped(num_tokens)
+        found = store.find(root, data, (num_tokens - 1) // self._block_tokens)
+        node, table = store.hold(found.match)
+        cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
         if store.pins.has_expiries:
             store.pins.refresh(root, data, self._clock())
-        explanation = explain_lookup(store.tree, store.forgotten, node, data, len(blocks), self._clock())
-        return node, blocks, explanation
+        return node, table, explain_lookup(store.tree, store.forgotten, node, data, cut, self._clock())
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
         """See `Lease.fork`."""
@@ -91,21 +112,23 @@ class LeaseDesk:
             request_id = self._claim(request_id)
             num_committed = int(self.rows.num_committed[parent.row])
             num_full, num_tail = divmod(num_committed, self._block_tokens)
-            if num_tail and not self._store.make_room(1):
-                raise self._store.out_of_blocks(1)
+            if num_tail and not self._store.make_room(self._num_lanes):
+                raise self._store.out_of_blocks(self._num_lanes)
             shared = parent.table[:num_full].copy()
             num_tokens = int(self.rows.num_tokens[parent.row])
             explanation = parent.explanation
             if explanation.reason != "skipped":
                 explanation = forked(num_tokens, num_full * self._block_tokens, parent.request_id)
             data = self._known_tokens(parent)
-            self._store.share(parent.node, shared)
-            child = self._make(request_id, parent.node, data, num_tokens, shared, parent.stores, explanation)
+            self._store.share(parent.node, shared[shared != ABSENT])
+            firsts = list(parent.first_rows)
+            child = self._make(request_id, parent.node, data, num_tokens, shared, parent.stores, explanation, firsts)
             child.num_cached_tokens = num_full * self._block_tokens
+            child.expected_tokens = parent.expected_tokens
             if num_tail:
-                block = self._store.ledger.take(1)
-                child.copies = [(int(parent.table[num_full]), int(block[0]))]
-                child.add_blocks(block)
+                self._take(child, 1)
+                tail, own = parent.table[num_full].tolist(), child.table[num_full].tolist()
+                child.copies = list(zip(tail, own, strict=True))
             self._sync(child, num_reserved=num_committed)
             self.rows.num_committed[child.row] = num_committed
             return child
@@ -126,13 +149,15 @@ class LeaseDesk:
         node: Node,
         data: bytes,
         num_tokens: int,
-        blocks: Int32Array,
+        table: Int32Array,
         stores: bool,
         explanation: Explanation,
+        firsts: list[int],
     ) -> Lease:
         row = self.rows.open()
         num_head = num_tokens // self._block_tokens * self._block_bytes
-        lease = Lease(self, row, request_id, node, bytearray(data[:num_head]), blocks, stores, explanation)
+        head, tick = bytearray(data[:num_head]), self._store.tick
+        lease = Lease(self, row, request_id, node, head, table, stores, explanation, firsts, tick)
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
@@ -147,7 +172,7 @@ class LeaseDesk:
             num_committed = int(self.rows.num_committed[lease.row])
             finished = FinishedRequest(lease.namespace, num_committed, self.committed_blocks(lease), lease.explanation)
             self._history.add(lease.request_id, finished)
-            self._store.let_go(lease.node, lease.table[: lease.num_blocks])
+            self._store.let_go(lease.node, _present(lease.table[: lease.num_blocks]), lease.first_rows)
             lease.is_open = False
             self.rows.close(lease.row)
             del self.live[lease.request_id]
@@ -158,6 +183,13 @@ class LeaseDesk:
             if namespace is None or lease.namespace == namespace:
                 lease.stores = False
 
+    def rename(self, new_id: Int32Array) -> None:
+        """Blocks have other ids now: `new_id` [old id], and ABSENT for ABSENT."""
+        for lease in self.live.values():
+            lease.set_table(new_id[lease.table[: lease.num_blocks]])
+            lease.copies = [(int(new_id[source]), int(new_id[target])) for source, target in lease.copies]
+            self._sync(lease)
+
     # --- one lease ------------------------------------------------------------------------------------------------
 
     def reserve(self, lease: Lease, num_tokens: int) -> None:
@@ -165,7 +197,7 @@ class LeaseDesk:
         num_tokens = _count(num_tokens, "reserve")
         with self._lock:
             if not self.try_reserve(lease, num_tokens):
-                raise self._store.out_of_blocks(self._blocks_for(num_tokens) - lease.num_blocks)
+                raise self._store.out_of_blocks((self._blocks_for(num_tokens) - lease.num_blocks) * self._num_lanes)
 
     def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `Lease.try_reserve`."""
@@ -176,10 +208,9 @@ class LeaseDesk:
                 return True
             missing = self._blocks_for(num_tokens) - lease.num_blocks
             if missing > 0:
-                if not self._store.make_room(missing):
+                if not self._store.make_room(missing * self._num_lanes):
                     return False
-                after = int(lease.table[lease.num_blocks - 1]) if lease.num_blocks else None
-                lease.add_blocks(self._store.ledger.take(missing, after))
+                self._take(lease, missing)
             self._sync(lease, num_reserved=num_tokens)
             return True
 
@@ -220,7 +251,7 @@ class LeaseDesk:
                 self._set_tail(lease, data[: num_tokens % self._block_tokens * TOKEN_BYTES])
             if num_tokens < rows.num_reserved[row]:
                 keep = self._blocks_for(num_tokens)
-                self._store.ledger.drop(lease.table[keep : lease.num_blocks].copy())
+                self._store.ledger.drop(lease.table[keep : lease.num_blocks].ravel())
                 lease.set_table(lease.table[:keep].copy())
                 self._sync(lease, num_reserved=num_tokens)
 
@@ -242,10 +273,10 @@ class LeaseDesk:
         with self._lock:
             rows = self._rows_of(leases, "append_many")
             table = self.rows
-            blocks = table.next_block[rows]
+            blocks = table.next_block[rows, 0]
             if (blocks < 0).any():
                 self._grow_many([leases[i] for i in np.flatnonzero(blocks < 0).tolist()])
-                blocks = table.next_block[rows]
+                blocks = table.next_block[rows, 0]
             positions = table.num_tokens[rows]
             offsets = positions & (self._block_tokens - 1)
             table.tail[rows, offsets] = packed
@@ -255,7 +286,21 @@ class LeaseDesk:
                 lease = leases[i]
                 lease.head += table.tail[lease.row].tobytes()
                 self._sync(lease)
-            return blocks * self._block_tokens + offsets
+            slots: Int64Array = blocks * self._block_tokens + offsets
+            return slots
+
+    def slots_many(self, leases: Sequence[Lease]) -> Int64Array:
+        """See `CacheManager.slots_many`."""
+        with self._lock:
+            rows = self._rows_of(leases, "slots_many")
+            positions = self.rows.num_tokens[rows] - 1
+            offsets = positions & (self._block_tokens - 1)
+            blocks = self.rows.next_block[rows]
+            for i in np.flatnonzero(offsets == self._block_tokens - 1).tolist():  # the next token begins a block
+                blocks[i] = leases[i].table[int(positions[i]) // self._block_tokens]
+            slots: Int64Array = blocks * self._block_tokens + offsets[:, None]
+            by_lane: Int64Array = np.ascontiguousarray(slots.T)
+            return by_lane
 
     def commit_many(self, leases: Sequence[Lease]) -> None:
         """See `CacheManager.commit_many`."""
@@ -277,11 +322,11 @@ class LeaseDesk:
     def _grow_many(self, leases: list[Lease]) -> None:
         """Room for the next token of each lease: all or nothing."""
         missing = [self._blocks_for(int(self.rows.num_tokens[lease.row]) + 1) - lease.num_blocks for lease in leases]
-        if not self._store.make_room(sum(missing)):
-            raise self._store.out_of_blocks(sum(missing))
+        needed = sum(missing) * self._num_lanes
+        if not self._store.make_room(needed):
+            raise self._store.out_of_blocks(needed)
         for lease, count in zip(leases, missing, strict=True):
-            after = int(lease.table[lease.num_blocks - 1]) if lease.num_blocks else None
-            lease.add_blocks(self._store.ledger.take(count, after))
+            self._take(lease, count)
             self._sync(lease, num_reserved=int(self.rows.num_tokens[lease.row]) + 1)
 
     def _rows_of(self, leases: Sequence[Lease], call: str) -> Int64Array:
@@ -303,12 +348,30 @@ class LeaseDesk:
             self._check_open(lease, column)
             return int(getattr(self.rows, column)[lease.row])
 
-    def block_table(self, lease: Lease) -> Int32Array:
-        """See `Lease.block_table`."""
+    def tables(self, lease: Lease) -> tuple[Int32Array, ...]:
+        """See `Lease.tables`."""
         self._check_open(lease, "block_table")
-        if lease.view is None:
-            lease.view = _read_only(lease.table[: lease.num_blocks])
-        return lease.view
+        if lease.views is None:
+            lease.views = tuple(
+                _read_only(lease.table[first : lease.num_blocks, group.lanes])
+                for group, first in zip(self._store.plan.groups, lease.first_rows, strict=True)
+            )
+        return lease.views
+
+    def release_gains(self, leases: Sequence[Lease]) -> list[ReleaseGain]:
+        """See `CacheManager.release_gains`."""
+        with self._lock:
+            self._rows_of(leases, "release_gains")
+            return [self._release_gain(lease) for lease in leases]
+
+    def _release_gain(self, lease: Lease) -> ReleaseGain:
+        ledger = self._store.ledger
+        table = lease.table[: lease.num_blocks]
+        is_alone = (table != ABSENT) & (ledger.refs[table] == 1) & ~ledger.protected[table]
+        lost = np.flatnonzero(is_alone.any(axis=1))
+        num_kept = int(lost[0]) * self._block_tokens if len(lost) else lease.num_blocks * self._block_tokens
+        num_committed = int(self.rows.num_committed[lease.row])
+        return ReleaseGain(int(np.count_nonzero(is_alone)), max(0, num_committed - num_kept))
 
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""
@@ -327,12 +390,37 @@ class LeaseDesk:
     def _commit_to(self, lease: Lease, before_tokens: int, after_tokens: int) -> None:
         """Store the blocks that became full between two committed lengths."""
         first, last = before_tokens // self._block_tokens, after_tokens // self._block_tokens
-        if last == first or not lease.stores:
+        if last == first:
             return
-        data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
-        blocks = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
-        lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, blocks)
+        if lease.stores:
+            data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
+            rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
+            lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, rows, lease.opened_tick)
+        for number, group in enumerate(self._store.plan.groups):
+            if group.slides:
+                self._slide(lease, number, group, last)
+        lease.views = None
         self._sync(lease)
+
+    def _slide(self, lease: Lease, number: int, group: GroupPlan, num_committed_blocks: int) -> None:
+        """Let a group go of what is not needed any more behind `num_committed_blocks` blocks."""
+        first = lease.first_rows[number]
+        needed = group.first_needed_block(num_committed_blocks)
+        if needed > first:
+            out = lease.table[first:needed, group.lanes]
+            self._store.slide(lease.node, out.ravel(), first)
+            out[:] = ABSENT
+            lease.first_rows[number] = needed
+
+    def _take(self, lease: Lease, num_rows: int) -> None:
+        """Give a lease `num_rows` more blocks in each lane, near those that it has and with room to grow."""
+        take, table, num_blocks = self._store.ledger.take, lease.table, lease.num_blocks
+        growth = None
+        if lease.expected_tokens is not None:
+            growth = max(0, self._blocks_for(lease.expected_tokens) - num_blocks - num_rows)
+        last = table[num_blocks - 1].tolist() if num_blocks else [ABSENT] * self._num_lanes
+        lanes = [take(num_rows, None if after == ABSENT else after, growth) for after in last]
+        lease.add_blocks(lanes[0][:, None] if len(lanes) == 1 else np.stack(lanes, axis=1))
 
     def _set_tail(self, lease: Lease, data: bytes) -> None:
         """What is known behind `lease.head`, less than a block; brings the row in line with both."""
@@ -355,7 +443,7 @@ class LeaseDesk:
             rows.num_reserved[row] = num_reserved
             rows.num_places[row] = lease.num_blocks * self._block_tokens
         index = int(rows.num_tokens[row]) // self._block_tokens
-        rows.next_block[row] = lease.table[index] if index < lease.num_blocks else -1
+        rows.next_block[row] = lease.table[index] if index < lease.num_blocks else ABSENT
 
     def _beyond(self, row: int, asked_tokens: int) -> CommitBeyondReserved:
         rows = self.rows
@@ -383,8 +471,14 @@ def _count(num_tokens: int, call: str) -> int:
     return count
 
 
-def _read_only(blocks: Int32Array) -> Int32Array:
-    """A view that can't be made writable again, as one with its flag cleared could."""
-    if len(blocks) == 0:
-        return EMPTY_BLOCKS
-    return np.frombuffer(blocks.data.toreadonly(), dtype=np.int32)
+def _present(table: Int32Array) -> Int32Array:
+    """The blocks of a table, int32 [n], without ABSENT ones."""
+    blocks: Int32Array = table.ravel()
+    return blocks if table.shape[1] == 1 and (len(blocks) == 0 or blocks[0] != ABSENT) else blocks[blocks != ABSENT]
+
+
+def _read_only(table: Int32Array) -> Int32Array:
+    """A view (a copy, if it is not in one piece) that can't be made writable, as one with its flag cleared could."""
+    if len(table) == 0:
+        return np.frombuffer(b"", dtype=np.int32).reshape(0, table.shape[1])
+    return np.frombuffer(np.ascontiguousarray(table).data.toreadonly(), dtype=np.int32).reshape(table.shape)

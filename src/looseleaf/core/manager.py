@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
@@ -17,23 +16,34 @@ from looseleaf.core.explain import Explanation
 from looseleaf.core.history import History
 from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
-from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pins import HARD, SOFT, Pin, PinRecord
+from looseleaf.core.leasing import LeaseDesk, ReleaseGain
+from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
+from looseleaf.core.pin_desk import PinDesk
+from looseleaf.core.pins import HARD, Pin
+from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmentation
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
-from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
 from looseleaf.ids import Int64Array, Namespace, RequestId
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
     """How much of a prompt would hit now. `num_tokens`: whole blocks, at most num_prompt_tokens - 1. `by_rung`: the
-    same tokens by the rung of reuse that gives them."""
+    same tokens by the rung of reuse that gives them. `num_blocks`: blocks, in all lanes, that a lease would hold."""
 
     num_tokens: int
     num_prompt_tokens: int
     by_rung: Mapping[str, int]
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a reservation can have now: blocks that are free, and blocks that can be evicted for it."""
+
+    num_free_blocks: int
+    num_evictable_blocks: int
 
 
 class CacheManager:
@@ -55,9 +65,10 @@ class CacheManager:
         self._clock = clock
         self._lock = threading.RLock()
         self._store = BlockStore(self.plan, POLICIES[config.policy](), clock, on_event)
-        self._history = History(config.num_known_requests, max_tokens=4 * self.plan.num_tokens)
+        max_tokens = 4 * self.plan.num_blocks * self.plan.block_tokens
+        self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
-        self._num_made_pins = 0
+        self._pins = PinDesk(self._store, self._desk, self._history, clock)
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -71,11 +82,12 @@ class CacheManager:
         num_prompt = len(data) // TOKEN_BYTES
         with self._lock:
             root = self._store.tree.roots.get(namespace)
-            num_tokens = 0
+            num_rows = 0
             if root is not None:
-                max_blocks = (num_prompt - 1) // self.plan.block_tokens
-                num_tokens = self._store.tree.find(root, data, max_blocks).num_blocks * self.plan.block_tokens
-        return PrefixMatch(num_tokens, num_prompt, {"exact": num_tokens})
+                found = self._store.find(root, data, (num_prompt - 1) // self.plan.block_tokens)
+                num_rows = found.match.num_blocks
+            num_tokens = num_rows * self.plan.block_tokens
+            return PrefixMatch(num_tokens, num_prompt, {"exact": num_tokens}, self._store.num_held_blocks(num_rows))
 
     def lease(
         self,
@@ -85,6 +97,7 @@ class CacheManager:
         *,
         count_lookup: bool = True,
         reuse: bool = True,
+        expected_tokens: int | None = None,
     ) -> Lease:
         """Match `prompt` and hold what is found. Allocates nothing and evicts nothing.
 
@@ -94,12 +107,13 @@ class CacheManager:
             namespace: nothing is shared across namespaces.
             count_lookup: False keeps the look-up out of the statistics (a preempted request that comes back).
             reuse: False neither matches nor stores anything; the explanation says "skipped".
+            expected_tokens: length that the sequence is expected to reach; it is given blocks with room to grow there.
 
         Raises:
             InvalidTokens: empty, negative, too large or not integers.
             DuplicateRequest: a live lease has this id.
         """
-        return self._desk.open(prompt, request_id, namespace, count_lookup, reuse)
+        return self._desk.open(prompt, request_id, namespace, count_lookup, reuse, expected_tokens)
 
     def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
         """Append one token to each lease and reserve its slot: int64 [num_leases], `block_id * block_tokens + offset`.
@@ -112,6 +126,22 @@ class CacheManager:
             changed.
         """
         return self._desk.append_many(leases, token_ids)
+
+    def slots_many(self, leases: Sequence[Lease]) -> Int64Array:
+        """The slot of each lease's newest known token, which has room, in every lane: int64 [num_lanes, num_leases].
+
+        Raises:
+            LeaseClosed, RequestError: a released lease, a lease named twice.
+        """
+        return self._desk.slots_many(leases)
+
+    def release_gains(self, leases: Sequence[Lease]) -> list[ReleaseGain]:
+        """What releasing each lease alone would make available, and what would be lost by it. Read-only.
+
+        Raises:
+            LeaseClosed, RequestError: a released lease, a lease named twice.
+        """
+        return self._desk.release_gains(leases)
 
     def commit_many(self, leases: Sequence[Lease]) -> None:
         """Declare all known tokens of each lease written. All or nothing.
@@ -156,36 +186,10 @@ class CacheManager:
             UnknownRequest: no live or remembered request has this id.
             InvalidTokens, RequestError: bad tokens or a bad argument.
         """
-        self._check_pin_arguments(tokens, request_id, cache_type, level, priority, ttl_seconds)
-        data = None if tokens is None else pack_tokens(tokens)
         with self._lock:
-            self._store.expire_pins()
-            if data is None:
-                assert request_id is not None  # checked above
-                namespace, data, num_tokens = self._committed_by(request_id)
-            else:
-                num_tokens = len(data) // TOKEN_BYTES
-            num_blocks = num_tokens // self.plan.block_tokens
-            now = self._clock()
-            record = PinRecord(
-                id=f"pin-{self._num_made_pins + 1}",
-                data=data[: num_blocks * self._store.tree.block_bytes],
-                num_blocks=num_blocks,
-                num_tokens=num_tokens,
-                node=self._store.tree.root(namespace),
-                owner=owner,
-                level=level,
-                priority=priority,
-                cache_type=cache_type,
-                request_id=request_id,
-                created_at=now,
-                ttl_seconds=ttl_seconds,
-                refresh=refresh,
-                expires_at=None if ttl_seconds is None else now + ttl_seconds,
+            return self._pins.pin(
+                tokens, request_id, namespace, cache_type, owner, level, priority, ttl_seconds, refresh, partial
             )
-            self._store.pins.add(record, partial=partial)
-            self._num_made_pins += 1
-            return self._store.pins.snapshot(record)
 
     def unpin(self, pin_id: str | None = None, *, request_id: RequestId | None = None, cache_type: str = "kv") -> Pin:
         """Undo a pin by its id, or the latest pin made with this `request_id` and `cache_type`. Its last snapshot.
@@ -194,65 +198,13 @@ class CacheManager:
             UnknownPin: there is no such live pin; nothing has changed.
             RequestError: neither or both of `pin_id` and `request_id` are given.
         """
-        if (pin_id is None) == (request_id is None):
-            raise RequestError("unpin takes a pin id or a request_id, one of them")
         with self._lock:
-            self._store.expire_pins()
-            record = self._find_pin(pin_id, request_id, cache_type)
-            snapshot = self._store.pins.snapshot(record)
-            self._store.pins.remove(record)
-            return snapshot
+            return self._pins.unpin(pin_id, request_id, cache_type)
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""
         with self._lock:
-            self._store.expire_pins()
-            return [self._store.pins.snapshot(record) for record in self._store.pins.records.values()]
-
-    def _check_pin_arguments(
-        self,
-        tokens: Tokens | None,
-        request_id: RequestId | None,
-        cache_type: str,
-        level: str,
-        priority: int,
-        ttl_seconds: float | None,
-    ) -> None:
-        if (tokens is None) == (request_id is None):
-            raise RequestError("pin takes tokens or a request_id, one of them")
-        if level not in (HARD, SOFT):
-            raise RequestError(f'level is {level!r}; it must be "hard" or "soft"')
-        groups = [group.name for group in self.config.groups]
-        if cache_type != "kv" and cache_type not in groups:
-            raise RequestError(f'cache_type is {cache_type!r}; it must be "kv" or a layer group: {", ".join(groups)}')
-        if not isinstance(priority, int):
-            raise RequestError(f"priority is {priority!r}; it must be an integer")
-        is_positive = isinstance(ttl_seconds, (int, float)) and math.isfinite(ttl_seconds) and ttl_seconds > 0
-        if ttl_seconds is not None and not is_positive:
-            raise RequestError(f"ttl_seconds is {ttl_seconds!r}; it must be positive", "leave it out for no expiry")
-
-    def _committed_by(self, request_id: RequestId) -> tuple[Namespace, bytes, int]:
-        lease = self._desk.live.get(request_id)
-        if lease is not None:
-            data = self._desk.committed_blocks(lease)
-            return lease.namespace, data, lease.num_committed_tokens
-        finished = self._history.get(request_id)
-        if finished is None:
-            raise UnknownRequest(request_id, f"the last {self.config.num_known_requests:,} finished requests are known")
-        if finished.data is None:
-            raise UnknownRequest(request_id, "it finished too long ago: its tokens are not kept any more")
-        return finished.namespace, finished.data, finished.num_committed_tokens
-
-    def _find_pin(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> PinRecord:
-        records = self._store.pins.records
-        if pin_id is not None:
-            if pin_id not in records:
-                raise UnknownPin(repr(pin_id))
-            return records[pin_id]
-        for record in reversed(records.values()):
-            if record.request_id == request_id and record.cache_type == cache_type:
-                return record
-        raise UnknownPin(f"of request {request_id!r} and cache_type {cache_type!r}")
+            return self._pins.pins()
 
     # --- upkeep and answers ---------------------------------------------------------------------------------------
 
@@ -273,41 +225,44 @@ class CacheManager:
         """The figures of this moment."""
         with self._lock:
             self._store.expire_pins()
-            store, pins, counters, rows = self._store, self._store.pins, self._store.counters, self._desk.rows
-            pool, ledger = store.pool, store.ledger
-            num_places = ledger.num_active_blocks * self.plan.block_tokens
-            return CacheStats(
-                num_pages=self.plan.num_pages,
-                free_pages=pool.num_free_pages,
-                partial_pages=pool.num_partial_pages,
-                full_pages=self.plan.num_pages - pool.num_free_pages - pool.num_partial_pages,
-                page_tokens=self.config.page_tokens,
-                block_tokens=self.plan.block_tokens,
-                num_blocks=self.plan.num_blocks,
-                free_blocks=ledger.num_free_blocks,
-                active_blocks=ledger.num_active_blocks,
-                cached_blocks=ledger.num_cached_blocks,
-                evictable_blocks=store.num_evictable_blocks,
-                pinned_blocks=pins.num_pinned_blocks,
-                hard_pinned_blocks=pins.num_hard_blocks,
-                quota_blocks=self.plan.quota_blocks,
-                waste=rows.num_unfilled_places / num_places if num_places else 0.0,
-                uncommitted_tokens=rows.num_uncommitted_tokens,
-                num_lookups=counters.num_lookups,
-                query_tokens=counters.query_tokens,
-                hit_tokens=counters.hit_tokens,
-                hit_rate=counters.hit_tokens / counters.query_tokens if counters.query_tokens else 0.0,
-                below_block_tokens=counters.below_block_tokens,
-                stored_tokens=counters.stored_tokens,
-                evicted_tokens=counters.evicted_tokens,
-                cleared_tokens=counters.cleared_tokens,
-                num_leases=len(self._desk.live),
-                num_pins=len(pins.records),
-                num_expired_pins=pins.num_expired_pins,
-                num_refused_pins=pins.num_refused_pins,
-                num_namespaces=len(store.tree.roots),
-                num_nodes=len(store.tree.nodes),
-            )
+            return collect_stats(self._store, self._desk, self.config.page_tokens)
+
+    def fragmentation(self) -> Fragmentation:
+        """How the memory is cut up at this moment. O(blocks): for dashboards, not for every step."""
+        with self._lock:
+            return measure_fragmentation(self._store, self._desk)
+
+    def room(self) -> Room:
+        """What a reservation can have now. O(1)."""
+        with self._lock:
+            self._store.expire_pins()
+            return Room(self._store.ledger.num_free_blocks, self._store.ledger.num_evictable_blocks)
+
+    def resize(self, num_pages: int) -> ResizeResult:
+        """Give the pool another number of pages: grow, or shrink by evicting and by moving what is held.
+
+        Tables of live leases may change: read them again. The tensors must do `copies` of the answer before anything
+        else. O(blocks + nodes).
+
+        Raises:
+            ConfigError: not a number of pages >= 1, or below `reserve_pages`.
+            ResizeRefused: running requests or hard pins need more; nothing has changed.
+        """
+        config = replace(self.config, num_pages=num_pages)
+        with self._lock:
+            self._store.expire_pins()
+            result = resize(self._store, self._desk, CachePlan.of(config))
+            self.config, self.plan = config, self._store.plan
+            return result
+
+    def compact(self, num_pages: int) -> CompactionResult:
+        """Make up to `num_pages` more whole pages free by moving cached blocks together, never those that are held.
+
+        The tensors must do `copies` of the answer before anything else. O(blocks + nodes). Nobody calls this by itself:
+        it pays only where whole pages are worth more than the copies (docs/decisions).
+        """
+        with self._lock:
+            return compact(self._store, self._desk, num_pages)
 
     def explain(self, request_id: RequestId) -> Explanation:
         """Why a live or finished request hit or missed, as of its look-up.
@@ -319,12 +274,7 @@ class CacheManager:
             lease = self._desk.live.get(request_id)
             if lease is not None:
                 return lease.explanation
-            finished = self._history.get(request_id)
-            if finished is None:
-                raise UnknownRequest(
-                    request_id, f"the last {self.config.num_known_requests:,} finished requests are known"
-                )
-            return finished.explanation
+            return self._history.require(request_id).explanation
 
     def clear(self, namespace: Namespace | None = None, *, include_pins: bool = False) -> ClearResult:
         """Forget what is cached and neither held nor pinned, in one namespace or in all (None).

@@ -7,6 +7,7 @@ sequence goes into a partly used page, so that 256-token pages waste no more tha
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from looseleaf.errors import IntegrityError
 from looseleaf.ids import Int32Array
@@ -20,15 +21,31 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, blocks_per_page: int) -> None:
-        self.num_pages = num_pages
         self.blocks_per_page = blocks_per_page
         self.full_mask = (1 << blocks_per_page) - 1
-        self.masks = [0] * num_pages
-        self.num_free_blocks = num_pages * blocks_per_page
+        self._set_up(num_pages, [0] * num_pages)
+
+    def _set_up(self, num_pages: int, masks: list[int]) -> None:
+        self.num_pages = num_pages
+        self.masks = masks
         # Whole free pages, lowest id on top. Pages leave only from the top, so a list needs no look-up inside.
-        self.free_pages = list(range(num_pages - 1, -1, -1))
+        self.free_pages = [page for page in range(num_pages - 1, -1, -1) if not masks[page]]
         # partial[f]: pages with f free blocks, 0 < f < blocks_per_page; a dict is an ordered set with O(1) removal.
-        self.partial: list[dict[int, None]] = [{} for _ in range(blocks_per_page)]
+        self.partial: list[dict[int, None]] = [{} for _ in range(self.blocks_per_page)]
+        self.num_free_blocks = 0
+        for page, mask in enumerate(masks):
+            free = self.blocks_per_page - mask.bit_count()
+            self.num_free_blocks += free
+            if 0 < free < self.blocks_per_page:
+                self.partial[free][page] = None
+
+    def rebuild(self, taken: npt.NDArray[np.bool_]) -> None:
+        """Start anew with other pages: `taken` bool [num_pages * blocks_per_page]. O(pages)."""
+        by_page = taken.reshape(-1, self.blocks_per_page)
+        masks = np.zeros(len(by_page), dtype=np.uint64)
+        for index in range(self.blocks_per_page):
+            masks |= by_page[:, index].astype(np.uint64) << np.uint64(index)
+        self._set_up(len(by_page), masks.tolist())
 
     @property
     def num_free_pages(self) -> int:
@@ -40,12 +57,13 @@ class PagePool:
         """Pages with both taken and free blocks."""
         return sum(map(len, self.partial))
 
-    def take(self, num_blocks: int, after: int | None = None) -> Int32Array:
+    def take(self, num_blocks: int, after: int | None = None, growth_blocks: int | None = None) -> Int32Array:
         """`num_blocks` free blocks, int32 [num_blocks], in the order in which a sequence should use them.
 
         `after` is the sequence's last block: the blocks right behind it in its page are preferred. Then whole pages,
-        then one partly used page that has room for the rest and some to grow, then a fresh page, then whatever is
-        free. The caller guarantees `num_blocks <= num_free_blocks`. Costs O(pages touched).
+        then one partly used page that has room for the rest and for `growth_blocks` to come (None: a quarter page),
+        then a fresh page, then whatever is free. The caller guarantees `num_blocks <= num_free_blocks`. Costs O(pages
+        touched).
         """
         taken: list[int] = []
         if after is not None:
@@ -55,7 +73,7 @@ class PagePool:
             taken.extend(self._take_run(self.free_pages[-1], 0, self.blocks_per_page))
             left -= self.blocks_per_page
         if left and left < self.blocks_per_page:
-            page = self._page_with_room(left)
+            page = self._page_with_room(left, growth_blocks)
             if page is not None:
                 taken.extend(self._take_some(page, left))
                 left = 0
@@ -107,10 +125,10 @@ class PagePool:
         if count:
             taken.extend(self._take_run(page, start, count))
 
-    def _page_with_room(self, num_blocks: int) -> int | None:
+    def _page_with_room(self, num_blocks: int, growth_blocks: int | None) -> int | None:
         """A partly used page for the tail of a sequence: fullest first among those with room to grow, then a fresh
         page, then the fullest that just fits."""
-        growth = max(1, self.blocks_per_page // 4)
+        growth = max(1, self.blocks_per_page // 4) if growth_blocks is None else growth_blocks
         for free in range(min(num_blocks + growth, self.blocks_per_page), self.blocks_per_page):
             if self.partial[free]:
                 return next(reversed(self.partial[free]))

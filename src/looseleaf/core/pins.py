@@ -6,12 +6,16 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from looseleaf.core.blocks import BlockLedger
+from looseleaf.core.config import CachePlan, GroupPlan
+from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tokens import TOKEN_BYTES
-from looseleaf.core.tree import Node, PrefixTree
+from looseleaf.core.tree import ABSENT, Node, PrefixTree
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import PinQuotaExceeded
-from looseleaf.ids import Namespace, RequestId
+from looseleaf.ids import Int64Array, Namespace, RequestId
 
 HARD = "hard"
 SOFT = "soft"
@@ -66,22 +70,29 @@ class PinRecord:
 class PinBook:
     """All live pins and what they hold, under one quota of blocks.
 
-    A pin is anchored at the node where what it holds ends; it covers that node and all above. When more of its tokens
-    are stored below its anchor it moves down, when they are evicted it moves up. Shared blocks count once. Hard and
-    soft pins together never hold more than the quota; a hard pin displaces soft ones, lowest priority first.
+    A pin is anchored at the node where what it holds ends: it covers that node and all above, and in groups that slide
+    it *guards* the rows that a hit at its end needs, whether they are there or not. When more of its tokens are stored
+    below its anchor it moves down, when they are evicted it moves up. Shared blocks count once; a guarded row counts as
+    its blocks. Hard and soft pins together never hold more than the quota; a hard pin displaces soft ones, lowest
+    priority first.
     """
 
-    def __init__(self, quota_blocks: int, tree: PrefixTree, ledger: BlockLedger, victims: VictimQueue) -> None:
-        self.quota_blocks = quota_blocks
+    def __init__(
+        self, plan: CachePlan, tree: PrefixTree, ledger: BlockLedger, victims: VictimQueue, slid_out: SlidOutQueue
+    ) -> None:
+        self.quota_blocks = plan.quota_blocks
         self.records: dict[str, PinRecord] = {}
         self.num_hard_blocks = 0
         self.num_soft_blocks = 0  # blocks under soft pins only
-        self.num_hard_idle_blocks = 0  # hard-pinned blocks that no lease holds: cached, yet not evictable
         self.num_expired_pins = 0
         self.num_refused_pins = 0
         self._tree = tree
         self._ledger = ledger
         self._victims = victims
+        self._slid_out = slid_out
+        full = [group for group in plan.groups if not group.slides]
+        self._full_lanes = full[0].lanes if full else slice(0, 0)
+        self._num_full_lanes = full[0].num_lanes if full else 0
         # By node and by the first block that a pin waits for there (b"" if it has all), so that storing a run looks
         # only at the pins that wait for it.
         self._anchored: dict[int, dict[bytes, dict[str, PinRecord]]] = {}
@@ -142,6 +153,7 @@ class PinBook:
             self._expiries = [entry for entry in self._expiries if entry[1] in self.records]
             heapq.heapify(self._expiries)
         self._unanchor(record)
+        self._guard(record, record.node, record.node.end, -1)
         for node in record.node.path():
             self._unmark(node, record)
         root = self._tree.root(record.node.namespace)
@@ -188,48 +200,31 @@ class PinBook:
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
         if node.soft_priorities:
-            self.num_soft_blocks -= num_blocks
+            self.num_soft_blocks -= num_blocks * self._num_full_lanes
         assert node.parent is not None  # a root is no leaf that could be evicted
         anchor = node.parent if num_blocks == node.num_blocks else node
         for record in self.anchored_at(node):
             self._unanchor(record)
+            self._guard(record, node, node.end, -1)
             self._anchor(record, anchor, node.end - num_blocks)
+            self._guard(record, anchor, node.end - num_blocks, 1)
 
-    def on_held(self, path: list[Node]) -> None:
-        """A lease is about to hold this path."""
-        for node in path:
-            if node.num_hard_pins and not self._ledger.refs[node.blocks[0]]:
-                self.num_hard_idle_blocks -= node.num_blocks
-
-    def on_dropped(self, path: list[Node]) -> None:
-        """A lease has let go of this path."""
-        for node in path:
-            if node.num_hard_pins and not self._ledger.refs[node.blocks[0]]:
-                self.num_hard_idle_blocks += node.num_blocks
+    def on_filled(self, node: Node) -> None:
+        """Sliding groups hold rows of this node again: hard pins protect those that they guard."""
+        assert node.marks is not None  # there are sliding groups
+        for column, group in enumerate(self._slid_out.groups):
+            blocks = node.blocks[node.marks.hard_guards[:, column] > 0, group.lanes].ravel()
+            self._ledger.protect(blocks[blocks != ABSENT], True)
 
     def advance(self, record: PinRecord) -> None:
         """Move a pin down along its tokens as far as they are stored and the quota goes."""
-        size = self._tree.block_bytes
-        node = record.node
-        limited = False
-        while node.end < record.num_blocks and not limited:
-            at = node.end * size
-            child = node.children.get(record.data[at : at + size])
-            if child is None:
-                break
-            wanted = self._tree.common_blocks(child.tokens, record.data, at, record.num_blocks * size)
-            granted = min(wanted, self._room_for(record, child))
-            limited = granted < wanted
-            if granted == 0:
-                break
-            if granted < child.num_blocks:
-                child = self._victims.split(child, granted)
-            self._mark(child, record)
-            node = child
-        if node is not record.node:
-            self._unanchor(record)
-            self._anchor(record, node)
-        if limited:
+        here = record.node.end
+        path, num_stored = self._stored_path(record)
+        if num_stored > here:
+            used = self._used(record, path, num_stored)
+            fitting = np.flatnonzero(used[here:] <= used[here] + self._room(record))
+            self._move(record, path, here + int(fitting[-1]) if len(fitting) else here)
+        if record.node.end < num_stored:
             self._limited[record.id] = record
         else:
             self._limited.pop(record.id, None)
@@ -237,37 +232,67 @@ class PinBook:
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
+        self._displace(self.num_pinned_blocks - self.quota_blocks)
         if not self._limited:
             return
         for record in sorted(self._limited.values(), key=lambda pin: (pin.level != HARD, -pin.priority)):
-            num_taken = self.num_hard_blocks if record.level == HARD else self.num_pinned_blocks
-            if num_taken < self.quota_blocks:
+            if self._room(record) > 0:
                 self.advance(record)
+
+    def set_quota(self, quota_blocks: int) -> None:
+        """Another quota, not below what hard pins hold; soft ones give way."""
+        self.quota_blocks = quota_blocks
+        self.refill()
 
     # --- quota ----------------------------------------------------------------------------------------------------
 
     def _check_quota(self, record: PinRecord) -> None:
-        needed = 0
-        for node, num_blocks in self._stored_path(record):
-            if not node.num_hard_pins:
-                needed += num_blocks
-        available = self.quota_blocks - self.num_hard_blocks
+        path, num_stored = self._stored_path(record)
+        needed, available = int(self._used(record, path, num_stored)[-1]), self._room(record)
         if needed > available:
             self.num_refused_pins += 1
             raise PinQuotaExceeded(needed, available, self.quota_blocks, self.num_hard_blocks)
 
-    def _stored_path(self, record: PinRecord) -> Iterator[tuple[Node, int]]:
-        """The nodes that a pin would cover, each with the number of its blocks; read-only."""
-        match = self._tree.find(record.node, record.data, record.num_blocks)
-        path = match.node.path()
-        for node in path:
-            yield node, match.num_edge_blocks if node is match.node else node.num_blocks
+    def _room(self, record: PinRecord) -> int:
+        """Blocks of quota that this pin may take."""
+        taken = self.num_hard_blocks if record.level == HARD else self.num_pinned_blocks
+        return max(0, self.quota_blocks - taken)
 
-    def _room_for(self, record: PinRecord, node: Node) -> int:
-        """Blocks of `node` that this pin may hold under the quota."""
-        if record.level == HARD:
-            return node.num_blocks if node.num_hard_pins else self.quota_blocks - self.num_hard_blocks
-        return node.num_blocks if node.is_pinned else max(0, self.quota_blocks - self.num_pinned_blocks)
+    def _stored_path(self, record: PinRecord) -> tuple[list[Node], int]:
+        """The nodes of a pin's tokens that are stored, and how many of its blocks these are; read-only."""
+        match = self._tree.find(self._tree.root(record.node.namespace), record.data, record.num_blocks)
+        return match.node.path(), match.num_blocks
+
+    def _guarded_groups(self, record: PinRecord) -> Iterator[tuple[int, GroupPlan]]:
+        for column, group in enumerate(self._slid_out.groups):
+            if record.cache_type in ("kv", group.group.name):
+                yield column, group
+
+    def _used(self, record: PinRecord, path: list[Node], num_blocks: int) -> Int64Array:
+        """Blocks of quota that this pin alone takes if it ends after 0, 1, …, `num_blocks` blocks: [num_blocks + 1].
+
+        Rows that others of its level (for a soft pin, any) pin as well cost nothing.
+        """
+        here, is_hard = record.node.end, record.level == HARD
+        is_alone = np.empty(path[-1].end if path else 0, dtype=np.bool_)
+        for node in path:
+            num_others = node.num_hard_pins + (0 if is_hard else len(node.soft_priorities)) - (node.end <= here)
+            is_alone[node.start : node.end] = num_others == 0
+        used = np.zeros(num_blocks + 1, dtype=np.int64)
+        used[1:] = np.cumsum(is_alone[:num_blocks]) * self._num_full_lanes
+        for column, group in self._guarded_groups(record):
+            for node in path:
+                assert node.marks is not None  # there are sliding groups
+                counts = node.marks.hard_guards[:, column].copy()
+                if not is_hard:
+                    counts += node.marks.soft_guards[:, column]
+                first = max(group.first_needed_block(here) - node.start, 0)
+                if node.start < here:
+                    counts[first : here - node.start] -= 1
+                is_alone[node.start : node.end] = counts == 0
+            summed = np.concatenate(([0], np.cumsum(is_alone[:num_blocks])))
+            used += (summed - summed[group.first_needed_blocks(num_blocks)]) * group.num_lanes
+        return used
 
     def _displace(self, num_blocks: int) -> None:
         """Take `num_blocks` blocks of quota from soft pins: lowest priority first, newest first, from their tails."""
@@ -285,53 +310,92 @@ class PinBook:
 
     def _retreat(self, record: PinRecord, num_blocks: int) -> int:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
-        freed = 0
-        node = record.node
-        self._unanchor(record)
-        while freed < num_blocks and not node.is_root and not node.num_hard_pins:
-            assert node.parent is not None  # not a root
-            surplus = node.num_blocks - (num_blocks - freed)
-            if surplus > 0 and len(node.soft_priorities) == 1:
-                self._victims.split(node, surplus)
-            before = self.num_soft_blocks
-            self._unmark(node, record)
-            freed += before - self.num_soft_blocks
-            node = node.parent
-        self._anchor(record, node)
+        before = self.num_pinned_blocks
+        path = record.node.path()
+        used = self._used(record, path, record.node.end)
+        fitting = np.flatnonzero(used <= used[-1] - num_blocks)
+        self._move(record, path, int(fitting[-1]) if len(fitting) else 0)
         self._limited[record.id] = record
-        return freed
+        return before - self.num_pinned_blocks
 
     # --- marks ----------------------------------------------------------------------------------------------------
 
+    def _move(self, record: PinRecord, path: list[Node], end: int) -> None:
+        """Let a pin end after `end` blocks of `path`, which holds the path of its present end or goes on behind it."""
+        here = record.node.end
+        if end == here:
+            return
+        self._unanchor(record)
+        self._guard(record, record.node, here, -1)
+        anchor = self._tree.root(record.node.namespace)
+        for node in path:
+            if node.start < end < node.end:
+                upper = self._victims.split(node, end - node.start)
+                if here < end:  # the part behind `end` is not covered: mark the upper part alone
+                    self._mark(upper, record)
+                else:
+                    self._unmark(node, record)
+                anchor = upper
+            elif node.end <= end:
+                anchor = node
+                if node.end > here:
+                    self._mark(node, record)
+            elif node.end <= here:
+                self._unmark(node, record)
+        self._anchor(record, anchor)
+        self._guard(record, anchor, end, 1)
+
+    def _guard(self, record: PinRecord, node: Node, end: int, sign: int) -> None:
+        """Begin (1) or stop (-1) to guard what a hit at `end`, in or at the end of `node`, needs in sliding groups."""
+        for column, group in self._guarded_groups(record):
+            first = group.first_needed_block(end)
+            path = node.path(first)
+            for step in path:
+                marks = step.marks
+                assert marks is not None  # there are sliding groups
+                rows = slice(max(0, first - step.start), end - step.start)
+                hard, soft = marks.hard_guards[rows, column], marks.soft_guards[rows, column]  # views
+                num_hard, num_soft = np.count_nonzero(hard), np.count_nonzero((hard == 0) & (soft > 0))
+                counts = hard if record.level == HARD else soft
+                counts += sign
+                self.num_hard_blocks += (np.count_nonzero(hard) - num_hard) * group.num_lanes
+                self.num_soft_blocks += (np.count_nonzero((hard == 0) & (soft > 0)) - num_soft) * group.num_lanes
+                if record.level == HARD:
+                    blocks = step.blocks[rows, group.lanes]
+                    for protected in (True, False):
+                        changed = blocks[(hard > 0) == protected].ravel()
+                        self._ledger.protect(changed[changed != ABSENT], protected)
+            self._slid_out.review(path)
+
     def _mark(self, node: Node, record: PinRecord) -> None:
+        num_blocks = node.num_blocks * self._num_full_lanes
         if record.level == HARD:
             if not node.num_hard_pins:
-                self.num_hard_blocks += node.num_blocks
+                self.num_hard_blocks += num_blocks
                 if node.soft_priorities:
-                    self.num_soft_blocks -= node.num_blocks
-                if not self._ledger.refs[node.blocks[0]]:
-                    self.num_hard_idle_blocks += node.num_blocks
+                    self.num_soft_blocks -= num_blocks
+                self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), True)
             node.num_hard_pins += 1
         else:
             if not node.is_pinned:
-                self.num_soft_blocks += node.num_blocks
+                self.num_soft_blocks += num_blocks
             node.soft_priorities.append(record.priority)
         node.sealed = True
         self._victims.review(node)
 
     def _unmark(self, node: Node, record: PinRecord) -> None:
+        num_blocks = node.num_blocks * self._num_full_lanes
         if record.level == HARD:
             node.num_hard_pins -= 1
             if not node.num_hard_pins:
-                self.num_hard_blocks -= node.num_blocks
+                self.num_hard_blocks -= num_blocks
                 if node.soft_priorities:
-                    self.num_soft_blocks += node.num_blocks
-                if not self._ledger.refs[node.blocks[0]]:
-                    self.num_hard_idle_blocks -= node.num_blocks
+                    self.num_soft_blocks += num_blocks
+                self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), False)
         else:
             node.soft_priorities.remove(record.priority)
             if not node.is_pinned:
-                self.num_soft_blocks -= node.num_blocks
+                self.num_soft_blocks -= num_blocks
         self._victims.review(node)
 
     def _awaited(self, record: PinRecord, end: int) -> bytes:

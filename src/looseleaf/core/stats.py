@@ -16,6 +16,7 @@ class Counters:
     evicted_tokens: int = 0
     cleared_tokens: int = 0
     stored_tokens: int = 0
+    slid_out_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class CacheStats:
     waste: token places in blocks held by leases that no reserved token fills, as a share of all places in them, 0 to 1.
     uncommitted_tokens: reserved but not written yet, counted apart from waste. hit_rate: hit_tokens / query_tokens, 0
     before the first look-up. below_block_tokens: tokens shared with something stored beyond the last whole block that
-    matched. pinned_blocks = hard_pinned_blocks + blocks under soft pins only.
+    matched. pinned_blocks = hard_pinned_blocks + blocks under soft pins only. slid_out_blocks: blocks of sliding groups
+    that were evicted while the rest of their prefix stayed. num_lanes: lanes of all layer groups; a token is stored
+    in a block of each.
     """
 
     num_pages: int
@@ -52,6 +55,8 @@ class CacheStats:
     stored_tokens: int
     evicted_tokens: int
     cleared_tokens: int
+    slid_out_blocks: int
+    num_lanes: int
     num_leases: int
     num_pins: int
     num_expired_pins: int

@@ -4,19 +4,22 @@ meet."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from looseleaf.core.blocks import BlockLedger
-from looseleaf.core.config import CachePlan
+from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import EvictionPolicy
 from looseleaf.core.forgotten import CLEARED, EVICTED, ForgottenTable
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
+from looseleaf.core.row_marks import RowMarks
+from looseleaf.core.slid_out import COLD_TICK, SlidOutQueue, SlidRows
 from looseleaf.core.stats import ClearResult, Counters
 from looseleaf.core.tokens import unpack_tokens
-from looseleaf.core.tree import EMPTY_BLOCKS, Match, Node, PrefixTree
+from looseleaf.core.tree import ABSENT, Match, Node, PrefixTree
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import OutOfBlocks
 from looseleaf.ids import Int32Array, Namespace
@@ -25,9 +28,19 @@ MAX_GROWING_BLOCKS = 64
 """A run is lengthened in place up to this length only, since that copies it: growing by a block then costs O(1)."""
 
 
+@dataclass(frozen=True)
+class Usable:
+    """The longest beginning of a `Match` from which every group can go on. `cut_by`: the group that allowed no more, if
+    one did. `num_known_blocks`: what the tree knows beyond that."""
+
+    match: Match
+    cut_by: GroupPlan | None
+    num_known_blocks: int
+
+
 class BlockStore:
     """The blocks of one pool and what is stored in them. Knows paths and runs; of leases it knows only their block
-    ids."""
+    ids. Block tables are int32 [num_blocks, num_lanes] with ABSENT where a sliding group holds nothing."""
 
     def __init__(
         self, plan: CachePlan, policy: EvictionPolicy, clock: Callable[[], float], on_event: EventListener | None
@@ -35,45 +48,82 @@ class BlockStore:
         self.plan = plan
         self.pool = PagePool(plan.num_pages, plan.blocks_per_page)
         self.ledger = BlockLedger(self.pool)
-        self.tree = PrefixTree(plan.block_tokens)
-        self.victims = VictimQueue(policy, self.tree, self.ledger)
-        self.pins = PinBook(plan.quota_blocks, self.tree, self.ledger, self.victims)
+        self.tree = PrefixTree(plan.block_tokens, plan.num_lanes)
+        self.sliding = [group for group in plan.groups if group.slides]
+        self.slid_out = SlidOutQueue(self.sliding, self.tree, self.ledger)
+        self.victims = VictimQueue(policy, self.tree, self.slid_out)
+        self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
         self.counters = Counters()
+        self.on_event = on_event
+        self.tick = 0
         self._clock = clock
-        self._on_event = on_event
-        self._tick = 0
+        self._keeps_all = len(self.sliding) < len(plan.groups)
 
-    @property
-    def num_evictable_blocks(self) -> int:
-        """Cached blocks that can be evicted, soft-pinned ones included."""
-        return self.ledger.num_cached_blocks - self.pins.num_hard_idle_blocks
+    # --- finding and holding --------------------------------------------------------------------------------------
 
-    # --- holding --------------------------------------------------------------------------------------------------
+    def find(self, root: Node, data: bytes, max_blocks: int) -> Usable:
+        """The longest stored prefix of packed tokens, at most `max_blocks`, from which every group can go on.
+
+        Read-only. Where groups slide it costs O(blocks), a few array operations.
+        """
+        match = self.tree.find(root, data, max_blocks)
+        num_known = match.num_blocks
+        if not self.sliding or num_known == 0:
+            return Usable(match, None, num_known)
+        rows = np.concatenate([node.blocks for node in match.node.path()])[:num_known]
+        is_usable = np.ones(num_known + 1, dtype=np.bool_)
+        cut_by = None
+        for group in self.sliding:
+            absent = rows[:, group.first_lane] == ABSENT
+            behind_hole = np.zeros(num_known + 1, dtype=np.int64)  # [n]: begin of the unbroken run that ends at n
+            np.maximum.accumulate(np.where(absent, np.arange(1, num_known + 1), 0), out=behind_hole[1:])
+            is_usable &= behind_hole <= group.first_needed_blocks(num_known)
+            if cut_by is None and not is_usable[num_known]:
+                cut_by = group
+        return Usable(self._up_to(match, int(np.flatnonzero(is_usable)[-1])), cut_by, num_known)
+
+    def _up_to(self, match: Match, num_blocks: int) -> Match:
+        """The first `num_blocks` blocks of a match."""
+        node = match.node
+        while node.start >= num_blocks and node.parent is not None:
+            node = node.parent
+        return Match(node, num_blocks - node.start if node.parent else 0, num_blocks)
+
+    def num_held_blocks(self, num_blocks: int) -> int:
+        """Blocks, in all lanes, that a lease holds which goes on behind `num_blocks` logical blocks."""
+        return sum(group.num_lanes * (num_blocks - group.first_needed_block(num_blocks)) for group in self.plan.groups)
 
     def hold(self, match: Match) -> tuple[Node, Int32Array]:
-        """Hold what a look-up found; a run matched midway is split there. The last node held, and all its path's
-        blocks."""
+        """Hold what a usable look-up found; a run matched midway is split there. The last node held, and the block
+        table of its path, ABSENT where a group needs no block to go on from its end."""
         node = match.node
         if match.num_edge_blocks < node.num_blocks:
             node = self.victims.split(node, match.num_edge_blocks)
         path = node.path()
         if not path:
-            return node, EMPTY_BLOCKS
-        blocks = np.concatenate([step.blocks for step in path])
-        self._hold_path(path, blocks)
-        return node, blocks
+            return node, self.tree.no_blocks.copy()
+        table: Int32Array = np.concatenate([step.blocks for step in path])
+        for group in self.sliding:
+            table[: group.first_needed_block(node.end), group.lanes] = ABSENT
+        self._hold_path(path, table[table != ABSENT] if self.sliding else table.ravel())
+        self._mark_needed(node, self._first_needed(node.end))
+        return node, table
 
-    def let_go(self, node: Node, blocks: Int32Array) -> None:
-        """Undo `hold`: drop one holder of `blocks`, of which those stored lie on the path down to `node`."""
+    def let_go(self, node: Node, blocks: Int32Array, firsts: list[int]) -> None:
+        """Undo `hold`: drop one holder of `blocks` [n], of which those stored lie on the path down to `node`, in each
+        group from the logical block of `firsts` on."""
         while not node.alive:  # cleared while it was held
             assert node.parent is not None  # a root is always alive
             node = node.parent
         path = node.path()
         self.ledger.drop(blocks)
-        self.pins.on_dropped(path)
-        self._tick += 1
-        self.victims.policy.release([step.id for step in path], self._tick)
+        self.tick += 1
+        for step in path:
+            step.num_holders -= 1
+            step.last_tick = self.tick
+        self.victims.policy.release([step.id for step in path], self.tick)
+        self._mark_needed(node, firsts)
         self.victims.review(node)
         if node.is_root:
             self.drop_if_empty(node)
@@ -82,24 +132,56 @@ class BlockStore:
         """One more holder for blocks that have one; those stored lie on the path down to `node`. Not a use for the
         policy."""
         node.sealed = True
+        while not node.alive:
+            assert node.parent is not None  # a root is always alive
+            node = node.parent
+        for step in node.path():
+            step.num_holders += 1
         self.ledger.hold(blocks)
 
+    def slide(self, node: Node, blocks: Int32Array, first_block: int) -> None:
+        """A holder of the path down to `node` lets go of `blocks` [n] in one sliding group, the lowest of which is the
+        logical block `first_block`."""
+        self.ledger.drop(blocks)
+        while not node.alive:
+            assert node.parent is not None  # a root is always alive
+            node = node.parent
+        self.slid_out.review(node.path(first_block))
+
     def _hold_path(self, path: list[Node], blocks: Int32Array) -> None:
-        self.pins.on_held(path)
         self.ledger.hold(blocks)
         path[-1].sealed = True
-        self._tick += 1
-        self.victims.policy.hit([step.id for step in path], self._tick)
+        self.tick += 1
+        for node in path:
+            node.num_holders += 1
+            node.last_tick = self.tick
+        self.victims.policy.hit([step.id for step in path], self.tick)
         self.victims.review(path[-1])
+
+    def _first_needed(self, num_blocks: int) -> list[int]:
+        return [group.first_needed_block(num_blocks) for group in self.plan.groups]
+
+    def _mark_needed(self, node: Node, firsts: list[int]) -> None:
+        """A look-up or a lease ended at `node` and needed, or held, each group's rows from `firsts` on."""
+        if not self.sliding or node.is_root:
+            return
+        slides = [first for first, group in zip(firsts, self.plan.groups, strict=True) if group.slides]
+        path = node.path(min(slides))
+        for step in path:
+            assert step.marks is not None  # there are sliding groups
+            for column, first in enumerate(slides):
+                step.marks.ticks[max(0, first - step.start) :, column] = self.tick
+        self.slid_out.review(path)
 
     # --- storing --------------------------------------------------------------------------------------------------
 
-    def add(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array) -> tuple[Node, bool]:
+    def add(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array, opened_tick: int) -> tuple[Node, bool]:
         """Store a holder's blocks behind `node`, where its path ends. `data`: their packed tokens.
 
-        Where an equal run is stored already, the holder changes over to it: `blocks` is overwritten in place with the
-        stored ids and the holder's own copies are given back. `own_node` says that `node` was made by this holder.
-        Returns the new end of its path and whether it made that node.
+        Where an equal run is stored already, the holder changes over to it: `blocks` [n, num_lanes] is overwritten in
+        place with the stored ids and the holder's own copies are given back; what a group had let go of there is stored
+        again. `own_node` says that `node` was made by this holder, `opened_tick` when its lease was made. Returns the
+        new end of its path and whether it made that node.
         """
         size = self.tree.block_bytes
         if node.is_root:
@@ -108,34 +190,75 @@ class BlockStore:
         while at < len(blocks):
             child = node.children.get(data[at * size : (at + 1) * size])
             if child is None:
-                return self._add_new(node, own_node, data[at * size :], blocks[at:].copy()), True
+                return self._add_new(node, own_node, data[at * size :], blocks[at:].copy(), opened_tick), True
             num_equal = self.tree.common_blocks(child.tokens, data, at * size, len(data))
             if num_equal < child.num_blocks:
                 child = self.victims.split(child, num_equal)
-            own = blocks[at : at + num_equal].copy()
-            self._hold_path([child], child.blocks)
-            self.ledger.drop(own)
-            blocks[at : at + num_equal] = child.blocks
+            self._change_over(child, blocks[at : at + num_equal], COLD_TICK + opened_tick)
             node, own_node, at = child, False, at + num_equal
         return node, False
 
-    def _add_new(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array) -> Node:
+    def _change_over(self, node: Node, blocks: Int32Array, tick: int) -> None:
+        """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
+        if self.sliding:
+            self._fill(node, blocks, tick)
+        own, stored = blocks[blocks != node.blocks], node.blocks[blocks != node.blocks]
+        filled = blocks[blocks == node.blocks]
+        self._hold_path([node], stored)
+        self.ledger.drop(own)
+        blocks[:] = node.blocks
+        if len(filled):
+            self.pins.on_filled(node)
+
+    def _fill(self, node: Node, blocks: Int32Array, tick: int) -> None:
+        assert node.marks is not None  # there are sliding groups
+        for column, group in enumerate(self.sliding):
+            rows = np.flatnonzero(node.blocks[:, group.first_lane] == ABSENT)
+            if len(rows) == 0:
+                continue
+            filled: Int32Array = blocks[rows, group.lanes]
+            node.blocks[rows, group.lanes] = filled
+            node.marks.ticks[rows, column] = tick
+            self.ledger.store(filled.ravel())
+            if self.on_event is not None:
+                keys = self.forgotten.keys_of(node)
+                for row, ids in zip(rows.tolist(), filled, strict=True):
+                    parent = self.forgotten.key_before(node, row)
+                    tokens = node.tokens[row * self.tree.block_bytes : (row + 1) * self.tree.block_bytes]
+                    name = group.group.name
+                    self.on_event(
+                        BlocksStored(
+                            node.namespace, parent, keys[row : row + 1], ids[None], unpack_tokens(tokens), name
+                        )
+                    )
+
+    def _add_new(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array, opened_tick: int) -> Node:
         """Store a run that is not stored yet: longer, where the holder's own node still has one history, else as a
         child."""
-        self.ledger.store(blocks)
+        self.ledger.store(blocks.ravel())
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
-        parent_block = None if node.is_root else int(node.blocks[-1])
+        tick = COLD_TICK + opened_tick
         if own_node and not node.sealed and not node.children and node.num_blocks < MAX_GROWING_BLOCKS:
-            self.tree.extend(node, data, blocks)
             leaf = node
+            self.tree.extend(node, data, blocks)
+            if node.marks is not None:
+                node.marks.extend(len(blocks), tick)
         else:
             leaf = self.tree.insert(node, data, blocks)
-            self._tick += 1
-            self.victims.policy.insert(leaf.id, self._tick)
+            leaf.num_holders = 1
+            self.tick += 1
+            leaf.last_tick = self.tick
+            if self.sliding:
+                leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
+            self.victims.policy.insert(leaf.id, self.tick)
             self.victims.review(node)
+        if self.on_event is not None:
+            first = leaf.num_blocks - len(blocks)
+            keys = self.forgotten.keys_of(leaf)[first:]
+            parent = self.forgotten.key_before(leaf, first)
+            self.on_event(BlocksStored(leaf.namespace, parent, keys, blocks.copy(), unpack_tokens(data)))
+        if leaf is not node:
             self.pins.on_stored_below(node, data[: self.tree.block_bytes])
-        if self._on_event is not None:
-            self._on_event(BlocksStored(leaf.namespace, parent_block, blocks.copy(), unpack_tokens(data)))
         return leaf
 
     # --- forgetting -----------------------------------------------------------------------------------------------
@@ -147,32 +270,59 @@ class BlockStore:
         if missing <= 0:
             return True
         self.expire_pins()
-        if missing > self.num_evictable_blocks:
+        if missing > self.ledger.num_evictable_blocks:
             return False
         self.evict(missing)
         return True
 
     def out_of_blocks(self, needed: int) -> OutOfBlocks:
         """The error for a reservation of `needed` more blocks, with the figures of this moment."""
-        return OutOfBlocks(needed, self.ledger.num_free_blocks, self.num_evictable_blocks, self.pins.num_hard_blocks)
+        ledger = self.ledger
+        return OutOfBlocks(needed, ledger.num_free_blocks, ledger.num_evictable_blocks, self.pins.num_hard_blocks)
 
     def evict(self, num_blocks: int, *, spare_soft: bool = False) -> int:
-        """Evict cached blocks, leaves first and the tail of a run first, until `num_blocks` are freed or none is left.
+        """Evict cached blocks until `num_blocks` are freed or none is left. Returns how many it freed.
 
-        `spare_soft` leaves softly pinned ones alone. Frees exactly `num_blocks` if there are so many. Returns how
-        many it freed. Costs O(log victims) per node touched.
+        First rows that only slid out of windows; then leaves in the policy's order, the tail of a run first, and rows
+        that were needed longer ago than those; then what soft pins cover, unless `spare_soft`. Frees exactly
+        `num_blocks` if there are so many and one lane. Costs O(log victims) per node touched.
         """
         freed = 0
         while freed < num_blocks:
-            node = self.victims.next(spare_soft)
-            if node is None:
+            slid = self.slid_out.first() if self.sliding else None
+            leaf = self.victims.next(spare_soft)
+            if slid is not None and _goes_first(slid, leaf, spare_soft):
+                freed += self._evict_rows(slid, num_blocks - freed)
+            elif leaf is not None:
+                freed += self._evict_tail(leaf, num_blocks - freed)
+            else:
                 break
-            count = min(node.num_blocks, num_blocks - freed)
-            self._forget_tail(node, count, EVICTED)
-            freed += count
-        if freed:
-            self.counters.evicted_tokens += freed * self.plan.block_tokens
-            self.pins.refill()
+        self.pins.refill()
+        return freed
+
+    def _evict_tail(self, leaf: Node, num_blocks: int) -> int:
+        """Evict as much of a leaf's tail as frees `num_blocks` blocks, or all of it."""
+        per_row = np.count_nonzero(leaf.blocks != ABSENT, axis=1)
+        from_tail = np.cumsum(per_row[::-1])
+        num_rows = min(int(np.searchsorted(from_tail, num_blocks)) + 1, leaf.num_blocks)
+        self.counters.evicted_tokens += num_rows * self.plan.block_tokens
+        return self._forget_tail(leaf, num_rows, EVICTED)
+
+    def _evict_rows(self, slid: SlidRows, num_blocks: int) -> int:
+        """Evict rows of one sliding group; what nothing is left of goes too."""
+        node = slid.node
+        rows, blocks = self.slid_out.cut_out(slid, num_blocks)
+        freed = self.ledger.forget(blocks)
+        self.counters.slid_out_blocks += freed
+        if self.on_event is not None:
+            keys, name = self.forgotten.keys_of(node)[rows], self.sliding[slid.column].group.name
+            self.on_event(BlocksRemoved(node.namespace, keys, "evicted", name))
+        while not self._keeps_all and node.queue == "unpinned" and (node.blocks == ABSENT).all():
+            parent = node.parent
+            assert parent is not None  # a root is in no queue
+            self.counters.evicted_tokens += node.num_blocks * self.plan.block_tokens
+            self._forget_tail(node, node.num_blocks, EVICTED)
+            node = parent
         return freed
 
     def expire_pins(self) -> None:
@@ -187,13 +337,12 @@ class BlockStore:
         for root in roots:
             nodes = [node for node in root.subtree() if not node.is_root]
             for node in reversed(nodes):  # children before parents
-                if node.is_pinned:
+                if node.is_pinned or node.num_holders:
                     num_kept += node.num_blocks
-                    continue
-                num_blocks = node.num_blocks
-                num_freed = self._forget_tail(node, num_blocks, CLEARED)
-                num_cleared += num_freed
-                num_kept += num_blocks - num_freed
+                else:
+                    num_cleared += node.num_blocks
+                if not node.is_pinned:
+                    self._forget_tail(node, node.num_blocks, CLEARED)
             self.drop_if_empty(root)
         tokens = self.plan.block_tokens
         self.counters.cleared_tokens += num_cleared * tokens
@@ -204,9 +353,11 @@ class BlockStore:
         parent = node.parent
         assert parent is not None  # roots own no blocks
         self.forgotten.record(node, num_blocks, cause, self._clock())
-        blocks = node.blocks[node.num_blocks - num_blocks :].copy()
+        first = node.num_blocks - num_blocks
+        keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
+        blocks: Int32Array = node.blocks[first:].ravel()
         self.pins.on_evicted(node, num_blocks)
-        num_freed = self.ledger.forget(blocks)
+        num_freed = self.ledger.forget(blocks[blocks != ABSENT])
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
         else:
@@ -217,11 +368,20 @@ class BlockStore:
                 self.drop_if_empty(parent)
             else:
                 self.victims.review(parent)
-        if self._on_event is not None:
-            self._on_event(BlocksRemoved(node.namespace, blocks, "evicted" if cause == EVICTED else "cleared"))
+        if self.on_event is not None and keys is not None:
+            self.on_event(BlocksRemoved(node.namespace, keys, "evicted" if cause == EVICTED else "cleared"))
         return num_freed
 
     def drop_if_empty(self, root: Node) -> None:
         """Forget a namespace that stores nothing and for whose tokens no pin waits."""
         if not self.pins.anchored_at(root):
             self.tree.drop_root_if_empty(root)
+
+
+def _goes_first(slid: SlidRows, leaf: Node | None, spare_soft: bool) -> bool:
+    """True if rows of a sliding group go before the next leaf."""
+    if leaf is None:
+        return not (slid.is_soft and spare_soft)
+    if slid.is_cold or slid.is_soft or leaf.queue == "soft":
+        return not slid.is_soft
+    return slid.key < leaf.last_tick

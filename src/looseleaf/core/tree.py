@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.row_marks import RowMarks
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.ids import Int32Array, Int64Array, Namespace
 
-EMPTY_BLOCKS: Int32Array = np.empty(0, dtype=np.int32)
-EMPTY_BLOCKS.flags.writeable = False
+ABSENT = -1
+"""Stands in a block table where a group holds no block."""
 
 
 class Node:
@@ -27,8 +28,12 @@ class Node:
 
     id              opaque id for policies, never used twice
     tokens          packed tokens of the run, whole blocks
-    blocks          int32 [num_blocks], the blocks that hold them
+    blocks          int32 [num_blocks, num_lanes], the blocks that hold them; ABSENT in lanes of a sliding group whose
+                    block is gone
+    marks           what is noted of its rows for sliding groups; None if there are none
     end             logical blocks from the root to the end of the run
+    num_holders     leases whose path leads through the run
+    last_tick       logical time of its last use
     alive           in the tree; a cleared node that is still held is not
     sealed          another lease or a pin has met it: it must not be extended in place any more
     num_hard_pins   hard pins that cover the run
@@ -38,8 +43,8 @@ class Node:
     """
 
     __slots__ = (
-        "alive", "blocks", "chain_keys", "children", "end", "id", "namespace", "num_hard_pins", "parent", "queue",
-        "sealed", "soft_priorities", "tokens",
+        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "marks", "namespace", "num_hard_pins",
+        "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -50,8 +55,11 @@ class Node:
         self.namespace = namespace
         self.tokens = tokens
         self.blocks = blocks
+        self.marks: RowMarks | None = None
         self.end: int = (parent.end if parent else 0) + len(blocks)
         self.children: dict[bytes, Node] = {}
+        self.num_holders = 0
+        self.last_tick = 0
         self.alive = True
         self.sealed = False
         self.num_hard_pins = 0
@@ -70,15 +78,21 @@ class Node:
         return len(self.blocks)
 
     @property
+    def start(self) -> int:
+        """Logical blocks from the root to the begin of the run."""
+        return self.end - len(self.blocks)
+
+    @property
     def is_pinned(self) -> bool:
         """True if any pin covers the run."""
         return bool(self.num_hard_pins or self.soft_priorities)
 
-    def path(self) -> list[Node]:
-        """The nodes from below the root to this one, root side first; the root itself is not among them."""
+    def path(self, first_block: int = 0) -> list[Node]:
+        """The nodes from below the root to this one, root side first; the root itself is not among them. Those that end
+        at or before the logical block `first_block` are left out."""
         nodes = []
         node: Node | None = self
-        while node is not None and node.parent is not None:
+        while node is not None and node.parent is not None and node.end > first_block:
             nodes.append(node)
             node = node.parent
         nodes.reverse()
@@ -109,8 +123,9 @@ class Match:
 class PrefixTree:
     """Namespaces, their roots and the nodes below. Roots come into being with the first stored run."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_lanes: int) -> None:
         self.block_bytes = block_tokens * TOKEN_BYTES
+        self.no_blocks: Int32Array = np.empty((0, num_lanes), dtype=np.int32)
         self.roots: dict[Namespace, Node] = {}
         self.nodes: dict[int, Node] = {}
         # Root children over all namespaces by their first block, to tell "never seen" from "seen in another namespace".
@@ -121,7 +136,7 @@ class PrefixTree:
         """The root of a namespace, made if there is none."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(self._new_id(), None, namespace, b"", EMPTY_BLOCKS)
+            root = self.roots[namespace] = Node(self._new_id(), None, namespace, b"", self.no_blocks)
         return root
 
     def find(self, root: Node, data: bytes, max_blocks: int) -> Match:
@@ -190,6 +205,9 @@ class PrefixTree:
         node.blocks = node.blocks[num_blocks:].copy()
         node.parent = upper
         upper.children[node.tokens[: self.block_bytes]] = node
+        upper.marks = None if node.marks is None else node.marks.cut(num_blocks)
+        upper.num_holders = node.num_holders
+        upper.last_tick = node.last_tick
         upper.sealed = True
         upper.num_hard_pins = node.num_hard_pins
         upper.soft_priorities = list(node.soft_priorities)
@@ -204,6 +222,8 @@ class PrefixTree:
         keep = node.num_blocks - num_blocks
         node.tokens = node.tokens[: keep * self.block_bytes]
         node.blocks = node.blocks[:keep].copy()
+        if node.marks is not None:
+            node.marks.shorten(keep)
         node.end -= num_blocks
         node.chain_keys = None if node.chain_keys is None else node.chain_keys[:keep].copy()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.eviction import EvictionPolicy
 from looseleaf.core.eviction.heap import OfferedHeap
+from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tree import Node, PrefixTree
 
 
@@ -17,10 +17,10 @@ class VictimQueue:
     follows.
     """
 
-    def __init__(self, policy: EvictionPolicy, tree: PrefixTree, ledger: BlockLedger) -> None:
+    def __init__(self, policy: EvictionPolicy, tree: PrefixTree, slid_out: SlidOutQueue) -> None:
         self.policy = policy
         self._tree = tree
-        self._ledger = ledger
+        self._slid_out = slid_out
         self._soft = OfferedHeap()
         self._num_soft_offers = 0
 
@@ -50,6 +50,7 @@ class VictimQueue:
         part."""
         upper = self._tree.split(node, num_blocks)
         self.policy.split(node.id, upper.id)
+        self._slid_out.review([upper])
         return upper
 
     def next(self, spare_soft: bool) -> Node | None:
@@ -64,8 +65,6 @@ class VictimQueue:
         return self.policy.offered() if queue == "unpinned" else self._soft.offered()
 
     def _queue_for(self, node: Node) -> str:
-        if node.is_root or not node.alive or node.children or node.num_hard_pins:
-            return ""
-        if self._ledger.refs[node.blocks[0]]:
+        if node.is_root or not node.alive or node.children or node.num_hard_pins or node.num_holders:
             return ""
         return "soft" if node.soft_priorities else "unpinned"

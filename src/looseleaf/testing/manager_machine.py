@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from looseleaf.core.config import CacheConfig
+from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.pins import Pin
@@ -16,6 +18,7 @@ from looseleaf.errors import (
     LeaseClosed,
     OutOfBlocks,
     PinQuotaExceeded,
+    ResizeRefused,
     UnknownPin,
     UnknownRequest,
 )
@@ -34,6 +37,15 @@ PROMPTS = st.one_of(
     ),
 )
 NAMESPACES = st.sampled_from(["", "", "", "a"])
+FULL, FULL_2 = LayerGroup("full"), LayerGroup("full", num_lanes=2)
+GROUPS = (
+    (FULL,),
+    (FULL_2,),
+    (FULL, LayerGroup("window", window_tokens=5, num_lanes=2)),
+    (FULL, LayerGroup("window", window_tokens=8), LayerGroup("window", window_tokens=3, name="narrow")),
+    (LayerGroup("window", window_tokens=6),),
+    (LayerGroup("chunked", chunk_tokens=8, num_lanes=2), FULL),
+)
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
@@ -55,21 +67,32 @@ class ManagerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "fifo", "lfu"]),
         pin_quota=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
         reserve_pages=st.sampled_from([0, 1]),
+        groups=st.sampled_from([(FULL,), *GROUPS]),
     )
     def make(
-        self, num_pages: int, blocks_per_page: int, block_tokens: int, policy: str, pin_quota: float, reserve_pages: int
+        self,
+        num_pages: int,
+        blocks_per_page: int,
+        block_tokens: int,
+        policy: str,
+        pin_quota: float,
+        reserve_pages: int,
+        groups: tuple[LayerGroup, ...],
     ) -> None:
         """An empty cache of any shape."""
+        self.groups = groups
+        self.num_lanes = sum(group.num_lanes for group in groups)
         config = CacheConfig(
-            num_pages=num_pages,
+            num_pages=num_pages * self.num_lanes,
             page_tokens=blocks_per_page * block_tokens,
             block_tokens=block_tokens,
             policy=policy,
             pin_quota=pin_quota,
             reserve_pages=reserve_pages,
+            groups=groups,
             num_known_requests=5,
         )
-        self.mirror = EventMirror(block_tokens)
+        self.mirror = EventMirror(block_tokens, groups)
         self.cache = CacheManager(config, clock=self.clock, on_event=self.mirror.on_event)
         self.memory = StampMemory(self.cache.plan.num_blocks, block_tokens)
         self.size = block_tokens
@@ -103,6 +126,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert (explanation.reason == "skipped") == (not reuse)
         if explanation.reason == "full_hit":
             assert expected == (len(prompt) - 1) // self.size * self.size
+        assert (explanation.reason == "window_cut") == (reuse and expected < self.mirror.num_known(prompt, namespace))
         self.leases.append(lease)
 
     @rule(data=st.data(), namespace=NAMESPACES, keep=st.booleans())
@@ -117,6 +141,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.memory.write(lease, lease.num_cached_tokens, len(prompt))
         lease.commit(len(prompt))
         if lease.stores:
+            assert self.mirror.num_known([*prompt, 9], namespace) == len(prompt) // self.size * self.size
             assert self.cache.match([*prompt, 9], namespace).num_tokens == len(prompt) // self.size * self.size
         if keep:
             self.leases.append(lease)
@@ -130,7 +155,7 @@ class ManagerMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases))
         target = lease.num_reserved_tokens + extra
         stats = self.cache.stats()
-        needed = max(0, -(-target // self.size) - len(lease.block_table))
+        needed = max(0, -(-target // self.size) - lease.num_blocks) * self.num_lanes
         table = lease.block_table.tolist()
         try:
             lease.reserve(target)
@@ -142,8 +167,11 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             assert needed <= stats.free_blocks + stats.evictable_blocks
             assert lease.num_reserved_tokens == target
-            evicted = self.cache.stats().evicted_tokens - stats.evicted_tokens
-            assert evicted == max(0, needed - stats.free_blocks) * self.size
+            after = self.cache.stats()
+            evicted = after.evicted_tokens - stats.evicted_tokens
+            if self.num_lanes == 1 and not after.slid_out_blocks:
+                assert evicted == max(0, needed - stats.free_blocks) * self.size
+            assert after.free_blocks < max(stats.free_blocks - needed, 0) + self.num_lanes
         assert lease.block_table.tolist()[: len(table)] == table
 
     @precondition(lambda self: self.leases)
@@ -191,8 +219,13 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         for lease, token, slot, length in zip(leases, tokens, slots.tolist(), lengths, strict=True):
             assert lease.token_ids[-1] == token
-            assert slot == int(lease.block_table[length // self.size]) * self.size + length % self.size
+            first_lane = lease.tables[0][length // self.size - lease.firsts[0], 0]
+            assert slot == int(first_lane) * self.size + length % self.size
             self.memory.write(lease, length, length + 1)
+        for lease, length, lanes in zip(leases, lengths, self.cache.slots_many(leases).T.tolist(), strict=True):
+            number, offset = divmod(length, self.size)
+            rows = [table[number - first] for table, first in zip(lease.tables, lease.firsts, strict=True)]
+            assert lanes == [int(block) * self.size + offset for row in rows for block in row]
         self.cache.commit_many(leases)
         assert [lease.num_committed_tokens for lease in leases] == [length + 1 for length in lengths]
 
@@ -207,8 +240,7 @@ class ManagerMachine(RuleBasedStateMachine):
         except OutOfBlocks:
             assert parent.num_committed_tokens % self.size
             return
-        for from_block, to_block in child.copies:
-            self.memory.copy_block(from_block, to_block)
+        self.memory.copy_blocks(child.copies)
         assert child.token_ids.tolist() == parent.token_ids.tolist()
         assert child.num_committed_tokens == parent.num_committed_tokens
         self.leases.append(child)
@@ -333,12 +365,46 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.cache.stats()
         result = self.cache.clear(namespace, include_pins=include_pins)
         after = self.cache.stats()
-        freed = (after.free_blocks - stats.free_blocks) * self.size
-        assert result.num_cleared_tokens == freed
+        if self.num_lanes == 1 and self.groups[0].kind == "full":
+            assert result.num_cleared_tokens == (after.free_blocks - stats.free_blocks) * self.size
+        assert result.num_cleared_tokens == after.cleared_tokens - stats.cleared_tokens
         left = [key for key in self.mirror.blocks if namespace is None or key[0] == namespace]
         if include_pins:
             assert not left
-        assert len(left) <= after.pinned_blocks
+        assert len(left) <= after.pinned_blocks or after.pinned_blocks
+
+    @precondition(lambda self: self.num_requests % 4 == 3)
+    @rule(num_pages=st.integers(1, 6))
+    def resize(self, num_pages: int) -> None:
+        """A pool changes its size without anything lost that is held or pinned, or stays as it was."""
+        stats = self.cache.stats()
+        try:
+            result = self.cache.resize(max(num_pages * self.num_lanes, self.cache.config.reserve_pages))
+        except ResizeRefused as error:
+            assert error.num_blocks < stats.num_blocks
+            assert self.cache.stats() == stats
+            return
+        self.memory.resize(max(result.num_blocks, stats.num_blocks))
+        self.memory.copy_blocks(result.copies)
+        self.memory.resize(result.num_blocks)
+        assert self.cache.stats().num_blocks == result.num_blocks == self.cache.plan.num_blocks
+        needed = stats.num_blocks - stats.free_blocks - result.num_blocks
+        assert max(0, needed) <= result.num_evicted_blocks < max(0, needed) + max(1, self.num_lanes)
+
+    @rule(num_pages=st.integers(1, 3))
+    def compact(self, num_pages: int) -> None:
+        """Moving blocks together frees the pages that it says, and changes nothing else."""
+        stats = self.cache.stats()
+        tables = [[table.tolist() for table in lease.tables] for lease in self.leases]
+        result = self.cache.compact(num_pages)
+        self.memory.copy_blocks(result.copies)
+        after = self.cache.stats()
+        assert result.num_freed_pages <= num_pages
+        assert after.free_pages == stats.free_pages + result.num_freed_pages
+        assert replace(after, free_pages=0, partial_pages=0, full_pages=0) == replace(
+            stats, free_pages=0, partial_pages=0, full_pages=0
+        )
+        assert [[table.tolist() for table in lease.tables] for lease in self.leases] == tables
 
     # --- after every rule -----------------------------------------------------------------------------------------
 
@@ -356,6 +422,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert 0.0 <= stats.waste < 1.0
         assert stats.stored_tokens == self.mirror.num_stored_tokens
         assert stats.evicted_tokens == self.mirror.num_removed_tokens["evicted"]
+        assert stats.slid_out_blocks == self.mirror.num_removed_alone
         live = {pin.id: pin for pin in self.cache.pins()}
         for pin_id, pin in list(self.pins.items()):
             now = live.get(pin_id)

@@ -25,7 +25,7 @@ class TreeMachine(RuleBasedStateMachine):
     def make(self, block_tokens: int) -> None:
         """An empty tree."""
         self.size = block_tokens
-        self.tree = PrefixTree(block_tokens)
+        self.tree = PrefixTree(block_tokens, 1)
 
     def _find(self, namespace: str, prompt: list[int]) -> Match:
         return self.tree.find(self.tree.root(namespace), pack_tokens(prompt), len(prompt) // self.size)
@@ -48,14 +48,14 @@ class TreeMachine(RuleBasedStateMachine):
         first, last = match.num_blocks, len(prompt) // self.size
         if first == last:
             return
-        blocks = np.arange(self.num_made, self.num_made + last - first, dtype=np.int32)
+        blocks = np.arange(self.num_made, self.num_made + last - first, dtype=np.int32)[:, None]
         self.num_made += last - first
         tokens = pack_tokens(prompt[first * self.size : last * self.size])
         if node.children or node.is_root or namespace == "a":
             self.tree.insert(node, tokens, blocks)
         else:
             self.tree.extend(node, tokens, blocks)
-        for number, block in enumerate(blocks.tolist()):
+        for number, block in enumerate(blocks[:, 0].tolist()):
             self.oracle[namespace, tuple(prompt[: (first + number + 1) * self.size])] = block
 
     @rule(namespace=NAMESPACES, prompt=PROMPTS)
@@ -64,7 +64,7 @@ class TreeMachine(RuleBasedStateMachine):
         match = self._find(namespace, prompt)
         assert match.num_blocks == self._expected(namespace, prompt)
         path = match.node.path()
-        blocks = [block for node in path for block in node.blocks.tolist()][: match.num_blocks]
+        blocks = [block for node in path for block in node.blocks[:, 0].tolist()][: match.num_blocks]
         prefixes = [tuple(prompt[: (number + 1) * self.size]) for number in range(match.num_blocks)]
         assert blocks == [self.oracle[namespace, prefix] for prefix in prefixes]
 
@@ -76,7 +76,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         node = data.draw(st.sampled_from(leaves))
         count = data.draw(st.integers(1, node.num_blocks))
-        gone = set(node.blocks[node.num_blocks - count :].tolist())
+        gone = set(node.blocks[node.num_blocks - count :, 0].tolist())
         if count < node.num_blocks:
             self.tree.shorten(node, count)
         else:
@@ -93,7 +93,7 @@ class TreeMachine(RuleBasedStateMachine):
             prefix = b"".join(step.tokens for step in node.path())
             tokens = tuple(unpack_tokens(prefix).tolist())
             assert len(tokens) == node.end * self.size
-            for number, block in enumerate(node.blocks.tolist()):
+            for number, block in enumerate(node.blocks[:, 0].tolist()):
                 end = (node.end - node.num_blocks + number + 1) * self.size
                 found[node.namespace, tokens[:end]] = block
         assert found == self.oracle

@@ -1,0 +1,134 @@
+"""What `stats()` and `fragmentation()` answer, gathered from the parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from looseleaf.core.leasing import LeaseDesk
+from looseleaf.core.stats import CacheStats
+from looseleaf.core.store import BlockStore
+from looseleaf.core.tree import ABSENT
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """Memory of one layer group. `held_blocks`: by leases, each block once. `cached_blocks`: stored, held by nobody.
+    `waste`: token places of held blocks that no reserved token fills, as a share of all places in them, 0 to 1."""
+
+    name: str
+    kind: str
+    num_lanes: int
+    held_blocks: int
+    cached_blocks: int
+    waste: float
+
+
+@dataclass(frozen=True)
+class Fragmentation:
+    """How memory is cut up at one moment.
+
+    free_runs: number of runs of adjacent free blocks, by the largest power of two (in blocks) that fits.
+    packing_degree: taken blocks in pages that have any, as a share of all blocks there, 0 to 1 (1 if no page is
+    used). page_waste: free blocks in partly used pages, as a share of all blocks of the pool; they can be given out
+    at once. table_bytes: block tables, reference counts, masks and figures of leases; table_bytes_per_token: by token
+    of the pool, over all lanes.
+    """
+
+    free_pages: int
+    partial_pages: int
+    full_pages: int
+    free_runs: dict[int, int]
+    packing_degree: float
+    page_waste: float
+    table_bytes: int
+    table_bytes_per_token: float
+    groups: tuple[GroupUse, ...]
+
+
+def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> CacheStats:
+    """The answer of `CacheManager.stats`. O(pages per block count + leases)."""
+    plan, pool, ledger, pins, counters, rows = (
+        store.plan, store.pool, store.ledger, store.pins, store.counters, desk.rows,
+    )  # fmt: skip
+    num_places = ledger.num_active_blocks * plan.block_tokens
+    return CacheStats(
+        num_pages=plan.num_pages,
+        free_pages=pool.num_free_pages,
+        partial_pages=pool.num_partial_pages,
+        full_pages=plan.num_pages - pool.num_free_pages - pool.num_partial_pages,
+        page_tokens=page_tokens,
+        block_tokens=plan.block_tokens,
+        num_blocks=plan.num_blocks,
+        free_blocks=ledger.num_free_blocks,
+        active_blocks=ledger.num_active_blocks,
+        cached_blocks=ledger.num_cached_blocks,
+        evictable_blocks=ledger.num_evictable_blocks,
+        pinned_blocks=pins.num_pinned_blocks,
+        hard_pinned_blocks=pins.num_hard_blocks,
+        quota_blocks=plan.quota_blocks,
+        waste=rows.num_unfilled_places / num_places if num_places else 0.0,
+        uncommitted_tokens=rows.num_uncommitted_tokens,
+        num_lookups=counters.num_lookups,
+        query_tokens=counters.query_tokens,
+        hit_tokens=counters.hit_tokens,
+        hit_rate=counters.hit_tokens / counters.query_tokens if counters.query_tokens else 0.0,
+        below_block_tokens=counters.below_block_tokens,
+        stored_tokens=counters.stored_tokens,
+        evicted_tokens=counters.evicted_tokens,
+        cleared_tokens=counters.cleared_tokens,
+        slid_out_blocks=counters.slid_out_blocks,
+        num_lanes=plan.num_lanes,
+        num_leases=len(desk.live),
+        num_pins=len(pins.records),
+        num_expired_pins=pins.num_expired_pins,
+        num_refused_pins=pins.num_refused_pins,
+        num_namespaces=len(store.tree.roots),
+        num_nodes=len(store.tree.nodes),
+    )
+
+
+def measure_fragmentation(store: BlockStore, desk: LeaseDesk) -> Fragmentation:
+    """The answer of `CacheManager.fragmentation`. O(blocks)."""
+    pool, ledger, plan = store.pool, store.ledger, store.plan
+    free = ~((ledger.refs > 0) | ledger.stored)
+    edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
+    lengths = np.flatnonzero(edges == -1) - np.flatnonzero(edges == 1)
+    sizes, counts = np.unique(np.floor(np.log2(lengths)).astype(int), return_counts=True)
+    num_used_places = (plan.num_pages - pool.num_free_pages) * plan.blocks_per_page
+    num_taken = plan.num_blocks - pool.num_free_blocks
+    tables = sum(lease.table.nbytes for lease in desk.live.values())
+    nodes = sum(node.blocks.nbytes for node in store.tree.nodes.values())
+    masks = 8 * plan.num_pages
+    arrays = ledger.refs.nbytes + ledger.stored.nbytes + ledger.protected.nbytes
+    table_bytes = tables + nodes + masks + arrays + desk.rows.num_bytes
+    return Fragmentation(
+        free_pages=pool.num_free_pages,
+        partial_pages=pool.num_partial_pages,
+        full_pages=plan.num_pages - pool.num_free_pages - pool.num_partial_pages,
+        free_runs={1 << int(size): int(count) for size, count in zip(sizes, counts, strict=True)},
+        packing_degree=num_taken / num_used_places if num_used_places else 1.0,
+        page_waste=(num_used_places - num_taken) / plan.num_blocks,
+        table_bytes=table_bytes,
+        table_bytes_per_token=table_bytes * plan.num_lanes / (plan.num_blocks * plan.block_tokens),
+        groups=_group_uses(store, desk),
+    )
+
+
+def _group_uses(store: BlockStore, desk: LeaseDesk) -> tuple[GroupUse, ...]:
+    plan, refs = store.plan, store.ledger.refs
+    num_unfilled = desk.rows.num_unfilled_places // plan.num_lanes
+    uses = []
+    for group in plan.groups:
+        by_lease = [lease.table[: lease.num_blocks, group.lanes].ravel() for lease in desk.live.values()]
+        by_node = [node.blocks[:, group.lanes].ravel() for node in store.tree.nodes.values()]
+        empty = np.empty(0, dtype=np.int32)
+        held = np.unique(np.concatenate([*by_lease, empty]))
+        stored = np.concatenate([*by_node, empty])
+        stored = stored[stored != ABSENT]
+        num_held = int(np.count_nonzero(held != ABSENT))
+        waste = num_unfilled * group.num_lanes / (num_held * plan.block_tokens) if num_held else 0.0
+        num_cached = int(np.count_nonzero(refs[stored] == 0))
+        uses.append(GroupUse(group.group.name, group.group.kind, group.num_lanes, num_held, num_cached, waste))
+    return tuple(uses)
