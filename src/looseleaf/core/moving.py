@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from looseleaf.core.config import CachePlan
 from looseleaf.core.events import BlocksMoved
@@ -62,7 +61,7 @@ def compact(store: BlockStore, desk: LeaseDesk, num_pages: int) -> CompactionRes
     per_page = pool.blocks_per_page
     taken = ((ledger.refs > 0) | ledger.stored).reshape(-1, per_page)
     num_taken = taken.sum(axis=1)
-    is_held: npt.NDArray[np.bool_] = ledger.refs.reshape(-1, per_page).any(axis=1)
+    is_held = ledger.refs.reshape(-1, per_page).sum(axis=1) > 0
     order = np.argsort(num_taken, kind="stable")
     emptied = order[(num_taken[order] > 0) & (num_taken[order] < per_page) & ~is_held[order]]
     is_partial = (num_taken > 0) & (num_taken < per_page)
