@@ -200,15 +200,15 @@ class BlockStore:
 
     def _change_over(self, node: Node, blocks: Int32Array, tick: int) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
-        if self.sliding:
+        own, stored = blocks.flatten(), node.blocks.ravel()
+        if self.sliding and (stored == ABSENT).any():
             self._fill(node, blocks, tick)
-        own, stored = blocks[blocks != node.blocks], node.blocks[blocks != node.blocks]
-        filled = blocks[blocks == node.blocks]
+            is_own = blocks != node.blocks
+            own, stored = blocks[is_own], node.blocks[is_own]
+            self.pins.on_filled(node)
         self._hold_path([node], stored)
         self.ledger.drop(own)
         blocks[:] = node.blocks
-        if len(filled):
-            self.pins.on_filled(node)
 
     def _fill(self, node: Node, blocks: Int32Array, tick: int) -> None:
         assert node.marks is not None  # there are sliding groups
@@ -302,9 +302,11 @@ class BlockStore:
 
     def _evict_tail(self, leaf: Node, num_blocks: int) -> int:
         """Evict as much of a leaf's tail as frees `num_blocks` blocks, or all of it."""
-        per_row = np.count_nonzero(leaf.blocks != ABSENT, axis=1)
-        from_tail = np.cumsum(per_row[::-1])
-        num_rows = min(int(np.searchsorted(from_tail, num_blocks)) + 1, leaf.num_blocks)
+        num_rows = -(-num_blocks // self.plan.num_lanes)
+        if self.sliding:
+            from_tail = np.cumsum(np.count_nonzero(leaf.blocks != ABSENT, axis=1)[::-1])
+            num_rows = int(np.searchsorted(from_tail, num_blocks)) + 1
+        num_rows = min(num_rows, leaf.num_blocks)
         self.counters.evicted_tokens += num_rows * self.plan.block_tokens
         return self._forget_tail(leaf, num_rows, EVICTED)
 
