@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 
 from looseleaf.engine.config import EngineConfig
+from looseleaf.engine.plan import StepPlan
 from looseleaf.engine.request import FinishReason
+from looseleaf.engine.sequence import Sequence
 from looseleaf.testing.engine_kit import EngineKit
 from looseleaf.testing.engine_kit import sample_prompt as prompt_of
 
 
 def preempt_now(kit, request_id):
-    """Take the blocks of a running request as the scheduler does."""
-    scheduler = kit.engine._scheduler
-    assert scheduler.running[-1].request_id == request_id
-    assert len(scheduler.running) > 1
-    scheduler._make_room(None)
+    """Take the blocks of a running request as the scheduler does when it finds it the cheapest."""
+    release_gains = kit.cache.release_gains
+    costs = {request_id: 0}
+    kit.cache.release_gains = lambda leases: [
+        dataclasses.replace(gain, num_blocks=1, num_lost_tokens=costs.get(lease.request_id, 10**9))
+        for lease, gain in zip(leases, release_gains(leases), strict=True)
+    ]
+    victim = kit.engine._scheduler._preempt(StepPlan(), "decode")
+    kit.cache.release_gains = release_gains
+    assert victim.request_id == request_id
 
 
 def test_tight_pool_gives_the_same_tokens():
@@ -29,18 +39,104 @@ def test_tight_pool_gives_the_same_tokens():
         assert kit.last(request.request_id).usage.num_output_tokens == 24
 
 
-def test_latest_arrival_gives_way_and_keeps_its_place():
-    """The victim is the latest arrival; it comes back before those that arrived after it."""
+def test_queue_and_running_set_stay_in_order_of_arrival():
+    """Whoever gives way, the oldest running request never does, and who waits comes back in order of arrival."""
     kit = EngineKit(num_blocks=8)
     for i in range(4):
         kit.add(f"r{i}", prompt_of(7, seed=i), 20)
     finished = []
     while kit.engine.has_work:
+        oldest = kit.engine._scheduler.running[:1]
         finished += [delta.request_id for delta in kit.step() if delta.finish_reason]
-        running = [sequence.request_id for sequence in kit.engine._scheduler.running]
-        waiting = [sequence.request_id for sequence in kit.engine._scheduler.waiting]
-        assert running + waiting == sorted(running + waiting)
+        for part in (kit.engine._scheduler.running, kit.engine._scheduler.waiting):
+            arrivals = [sequence.arrival for sequence in part]
+            assert arrivals == sorted(arrivals)
+        assert all(sequence.lease is not None or sequence.request_id in finished for sequence in oldest)
     assert finished == ["r0", "r1", "r2", "r3"]
+
+
+def victims_of(kit):
+    """The requests that were preempted, with the tokens that each had and had committed then, as it goes on."""
+    found = []
+    give_back = Sequence.give_back
+
+    def note(sequence):
+        found.append((sequence.request_id, sequence.num_tokens, sequence.held.num_committed_tokens))
+        give_back(sequence)
+
+    preempt = kit.engine._scheduler._preempt
+
+    def preempted(plan, cause):
+        Sequence.give_back = note
+        try:
+            return preempt(plan, cause)
+        finally:
+            Sequence.give_back = give_back
+
+    kit.engine._scheduler._preempt = preempted
+    return found
+
+
+def test_the_cheapest_gives_way():
+    """The victim frees most blocks per token to be computed again: one that shares its prompt with another running
+    request loses only its last tokens, and its blocks alone come free."""
+    kit = EngineKit(num_blocks=24, config=EngineConfig(max_step_tokens=40, share_in_flight=False))
+    kit.add("oldest", prompt_of(20, seed=1), 30)
+    kit.step()
+    kit.add("shared-1", prompt_of(21), 30)
+    kit.step()
+    kit.add("shared-2", prompt_of(21), 30, temperature=1.0, seed=1)  # holds 5 blocks together with the one above
+    kit.add("alone", prompt_of(20, seed=2), 30)
+    kit.step(2)
+    assert kit.engine.num_running == 4
+    found = victims_of(kit)
+    while not found:
+        kit.step()
+    name, _, num_committed = found[0]
+    assert name == "shared-2"
+    num_lost = num_committed - 20
+    told = {"cause": "decode", "num_lost_tokens": num_lost, "num_freed_blocks": -(-num_lost // 4)}
+    assert kit.observer.named("on_preempt")[0] == told
+
+
+def test_a_prefill_that_computed_nothing_costs_nothing():
+    """A prompt found in the cache and admitted, but not begun, is given up before anybody who has computed."""
+    kit = EngineKit(num_blocks=20, config=EngineConfig(max_step_tokens=3))
+    kit.add("oldest", prompt_of(8, seed=1), 40)
+    kit.add("second", prompt_of(8, seed=2), 40)
+    while kit.engine.num_running < 2 or not kit.engine._scheduler.running[1].is_decoding:
+        kit.step()
+    kit.add("third", prompt_of(17, seed=3), 40)
+    kit.engine._scheduler._plan_chunks = lambda plan: None  # it is admitted, and then never gets a turn
+    found = victims_of(kit)
+    kit.engine._commit = lambda plan: kit.cache.commit_many([sequence.held for sequence in plan.decodes])
+    while not found:
+        kit.engine.step()
+    assert found[0][0] == "third"
+    assert kit.observer.named("on_preempt")[0]["num_lost_tokens"] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_preempted_twice_without_progress(seed):
+    """[P20] Three times what the pool holds, long and short prompts in small chunks: between two preemptions each
+    request has got a token or committed more than it had; all finish, in a bounded number of steps."""
+    rng = random.Random(seed)
+    config = EngineConfig(max_step_tokens=rng.choice([4, 16, 64]), reuse=rng.random() < 0.7)
+    kit = EngineKit(num_blocks=rng.choice([12, 24]), config=config)
+    found = victims_of(kit)
+    requests = [
+        kit.add(f"r{i}", prompt_of(rng.randint(1, 30), seed=rng.randint(0, 4) * (i % 3)), rng.randint(1, 16))
+        for i in range(24)
+    ]
+    num_tokens = sum(len(request.prompt_tokens) + request.params.max_tokens for request in requests)
+    kit.run(max_steps=3 * num_tokens)
+    before = {}
+    for name, known, committed in found:
+        if name in before:
+            assert known > before[name][0] or committed > before[name][1], f"{name} did nothing in between"
+        before[name] = (max(known, before.get(name, (0, 0))[0]), max(committed, before.get(name, (0, 0))[1]))
+    for request in requests:
+        assert kit.tokens(request.request_id) == kit.expected(request)
 
 
 @pytest.mark.parametrize("at", [1, 7, 15, 29])

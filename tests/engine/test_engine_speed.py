@@ -14,7 +14,7 @@ NUM_ROWS = 256
 
 def decoding_kit():
     """256 requests, all decoding, over a model that costs nothing."""
-    config = EngineConfig(max_running_requests=NUM_ROWS, max_step_tokens=100_000)
+    config = EngineConfig(max_running_requests=NUM_ROWS, max_step_tokens=100_000, share_in_flight=False)
     kit = EngineKit(num_blocks=16_384, block_tokens=16, blocks_per_page=16, config=config)
     kit.runner.execute = lambda batch: StepOutput(
         np.full(len(batch.sampled), 65, np.int64), (None,) * len(batch.sampled)

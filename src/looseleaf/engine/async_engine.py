@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
 
+from looseleaf.core.moving import ResizeResult
 from looseleaf.engine.engine import Engine
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta, Usage
 from looseleaf.errors import DuplicateRequest, LifecycleError, LooseleafError, ModelError
@@ -140,7 +143,7 @@ class AsyncEngine:
             thread = self._thread
         if thread is not None:
             thread.join()
-        elif self._mailboxes:  # never started: what was submitted ends here
+        elif self.engine.has_work:  # never started: what was submitted ends here
             self._abort_all()
 
     def submit(self, request: GenerationRequest) -> OutputStream:
@@ -150,18 +153,44 @@ class AsyncEngine:
             PromptTooLong, InvalidTokens, DuplicateRequest: as `Engine.add`, at once.
             LifecycleError: the engine is stopped or died.
         """
-        mailbox = _Mailbox(request.request_id)
+        return self.submit_samples([request])[0]
+
+    def submit_samples(self, requests: Sequence[GenerationRequest]) -> list[OutputStream]:
+        """Queue several requests whose common prompt is computed once, all or none; a stream each.
+
+        Raises:
+            RequestError, PromptTooLong, InvalidTokens, DuplicateRequest: as `Engine.add_samples`, at once.
+            LifecycleError: the engine is stopped or died.
+        """
+        mailboxes = {request.request_id: _Mailbox(request.request_id) for request in requests}
         with self._changed:
-            if self.failure is not None:
-                raise LifecycleError(f"the engine died: {type(self.failure).__name__}: {self.failure}")
-            if self._is_stopping:
-                raise LifecycleError("the engine is stopped")
-            if request.request_id in self._mailboxes:  # its last delta is still on the way
-                raise DuplicateRequest(request.request_id)
-            self.engine.add(request)
-            self._mailboxes[request.request_id] = mailbox
+            self._check_alive()
+            for request_id in mailboxes:
+                if request_id in self._mailboxes:  # its last delta is still on the way
+                    raise DuplicateRequest(request_id)
+            self.engine.add_samples(requests)
+            self._mailboxes |= mailboxes
             self._changed.notify_all()
-        return OutputStream(self, mailbox)
+        return [OutputStream(self, mailbox) for mailbox in mailboxes.values()]
+
+    def resize(self, num_pages: int) -> Future[ResizeResult]:
+        """As `Engine.resize`; an idle engine wakes up for it.
+
+        Raises:
+            ConfigError: as `Engine.resize`.
+            LifecycleError: the engine is stopped or died.
+        """
+        with self._changed:
+            self._check_alive()
+            future = self.engine.resize(num_pages)
+            self._changed.notify_all()
+        return future
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise LifecycleError(f"the engine died: {type(self.failure).__name__}: {self.failure}")
+        if self._is_stopping:
+            raise LifecycleError("the engine is stopped")
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""
@@ -201,6 +230,7 @@ class AsyncEngine:
         with self._changed:
             self.failure = error
             left = list(self._mailboxes)
+            self.engine.refuse_resizes(cause)
         usage = Usage(0, 0, 0)
         self._deliver([OutputDelta(name, "", (), (), FinishReason.ERROR, usage, cause) for name in left])
 

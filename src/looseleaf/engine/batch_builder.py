@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from looseleaf.core.config import LayerGroup
-from looseleaf.core.lease import Lease
+from looseleaf.engine.plan import StepPlan
 from looseleaf.engine.runner import GroupBatch, StepBatch
-from looseleaf.engine.scheduler import StepPlan
 from looseleaf.ids import Int32Array, Int64Array
 
 
@@ -27,7 +26,7 @@ def build_batch(plan: StepPlan, groups: Sequence[LayerGroup], block_tokens: int)
         token_ids = np.concatenate([token_ids, *(chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks)])
         positions = np.concatenate([positions, *spans])
     query_starts = np.cumsum([0, *[1] * num_decodes, *(len(span) for span in spans)], dtype=np.int32)
-    sampled = [*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) if chunk.is_sampled)]
+    sampled = [*range(num_decodes), *(num_decodes + i for i, chunk in enumerate(chunks) for _ in chunk.drawn)]
     return StepBatch(
         request_ids=tuple([sequence.request_id for sequence in sequences]),
         token_ids=token_ids,
@@ -36,7 +35,8 @@ def build_batch(plan: StepPlan, groups: Sequence[LayerGroup], block_tokens: int)
         num_context_tokens=positions[query_starts[:-1]].astype(np.int32),
         groups=_group_batches(plan, spans, groups, block_tokens),
         sampled=np.array(sampled, np.int32),
-        sampling=tuple([sequences[i].sampling_row() for i in sampled]),
+        sampling=tuple([sequence.sampling_row() for sequence in plan.drawn]),
+        copies=plan.copies,
     )
 
 
@@ -45,7 +45,7 @@ def _group_batches(
 ) -> tuple[GroupBatch, ...]:
     """`spans`: the positions of each chunk."""
     leases, num_decodes = [sequence.held for sequence in plan.sequences], len(plan.decodes)
-    tables_by_group = list(zip(*[_tables(lease) for lease in leases], strict=True))
+    tables_by_group = list(zip(*[lease.tables for lease in leases], strict=True))
     batches, lane = [], 0
     for index, (group, tables) in enumerate(zip(groups, tables_by_group, strict=True)):
         first_blocks = np.zeros(len(leases), np.int32)
@@ -54,7 +54,8 @@ def _group_batches(
         slots = plan.decode_slots[lane : lane + group.num_lanes]
         if spans:
             rows = zip(spans, tables[num_decodes:], first_blocks[num_decodes:].tolist(), strict=True)
-            slots = np.concatenate([slots, *(_chunk_slots(*row, block_tokens) for row in rows)], axis=1)
+            parts = [_chunk_slots(*row, block_tokens) for row in rows]
+            slots = np.concatenate([slots, *parts] if num_decodes else parts, axis=1)
         batches.append(GroupBatch(slots, tables, first_blocks))
         lane += group.num_lanes
     return tuple(batches)
@@ -65,9 +66,3 @@ def _chunk_slots(positions: Int64Array, table: Int32Array, first_block: int, blo
     blocks, offsets = np.divmod(positions, block_tokens)
     slots: Int64Array = table[blocks - first_block].T.astype(np.int64) * block_tokens + offsets
     return slots
-
-
-def _tables(lease: Lease) -> tuple[Int32Array, ...]:
-    if hasattr(lease, "tables"):
-        return lease.tables
-    return (lease.block_table[:, None],)

@@ -17,7 +17,9 @@ class EngineConfig:
     running request gets at least one token of each step. `max_step_tokens`: tokens computed in one forward pass; longer
     prompts are cut into chunks. `max_model_tokens`: limit on prompt + output, on top of the model's and the pool's own.
     `reuse`: False computes every prompt in full and stores nothing. `reserve_output`: True reserves prompt + max_tokens
-    at admission (the classical contiguous way); nothing is then ever preempted, and much less fits.
+    at admission (the classical contiguous way); nothing is then ever preempted, and much less fits. `share_in_flight`:
+    False computes prompts that arrive together each by itself, instead of letting the later ones wait for what they
+    share with one that is being computed.
     """
 
     max_running_requests: int = 64
@@ -25,6 +27,7 @@ class EngineConfig:
     max_model_tokens: int | None = None
     reuse: bool = True
     reserve_output: bool = False
+    share_in_flight: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that no schedule can follow.
@@ -38,6 +41,6 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        for name in ("reuse", "reserve_output"):
+        for name in ("reuse", "reserve_output", "share_in_flight"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")

@@ -6,30 +6,56 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
+import numpy as np
+
+from looseleaf.core.config import CachePlan
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.moving import ResizeResult
 from looseleaf.engine.batch_builder import build_batch
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver, SilentObserver
+from looseleaf.engine.plan import StepPlan, chained_copies
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
 from looseleaf.engine.runner import ModelRunner, StepBatch, StepOutput
 from looseleaf.engine.sampling import TokenLogprobs
-from looseleaf.engine.scheduler import Scheduler, StepPlan
+from looseleaf.engine.scheduler import Scheduler
 from looseleaf.engine.sequence import NOTHING, GivenOut, Sequence
 from looseleaf.engine.tokenizer import Tokenizer
-from looseleaf.errors import DuplicateRequest, InvalidTokens, LooseleafError, ModelError, PromptTooLong
+from looseleaf.errors import (
+    CapacityError,
+    ConfigError,
+    DuplicateRequest,
+    InvalidTokens,
+    LooseleafError,
+    ModelError,
+    PromptTooLong,
+    RequestError,
+)
+
+
+@dataclass(frozen=True)
+class _Resize:
+    """A size that somebody asked for, and where the answer goes."""
+
+    num_pages: int
+    future: Future[ResizeResult]
 
 
 class Engine:
     """Continuous batching over paged memory.
 
-    `add` and `abort` may be called from any thread, also while a step runs; `step` from one thread only. `cache` may be
-    shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
+    `add`, `add_samples`, `abort` and `resize` may be called from any thread, also while a step runs; `step` from one
+    thread only. `cache` may be shared with others (pins, look-ups); `runner` and its blocks belong to this engine.
 
     Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to waiting.
     Finishing and aborting exclude each other: exactly one last delta comes of every request.
 
-    `max_model_tokens`: most tokens (prompt + output) of one request, the least of model, configuration and pool.
+    `max_model_tokens`: most tokens (prompt + output) of one request, the least of model, configuration and pool; it
+    follows the pool's size.
     """
 
     def __init__(
@@ -41,33 +67,41 @@ class Engine:
         observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds; it is used for figures only, never for decisions."""
+        """`clock` gives seconds; it is used for figures only, never for decisions. ConfigError if the cache is of other
+        layer groups or another layout than the model."""
         self._cache = cache
         self._runner = runner
         self._tokenizer = tokenizer
         self._observer = observer or SilentObserver()
         self._clock = clock
         self._info = runner.info
-        limits = [
-            (self._info.max_model_tokens, "positions of the model"),
-            (cache.plan.num_tokens, "tokens of KV memory"),
-        ]
-        if config.max_model_tokens is not None:
-            limits.append((config.max_model_tokens, "max_model_tokens"))
-        self.max_model_tokens, self._limited_by = min(limits)
-        self._scheduler = Scheduler(cache, config, self.max_model_tokens, self._observer, clock)
-        # Guards the three below; never held while the model runs. Re-entrant, since dropping a stream aborts, and the
+        if self._info.groups != cache.config.groups:
+            raise ConfigError(
+                f"the cache has the layer groups {cache.config.groups}, the model {self._info.groups}",
+                "make the cache with CacheConfig(groups=runner.info.groups)",
+            )
+        if cache.config.layout not in ("", self._info.kv_layout):
+            raise ConfigError(
+                f"the cache is for blocks of {cache.config.layout!r}, the model makes {self._info.kv_layout!r}",
+                "give each model, revision and dtype a cache of its own",
+            )
+        self._config = config
+        self._scheduler = Scheduler(cache, config, self._observer, clock)
+        self._set_limit(cache.plan)
+        # Guards the four below; never held while the model runs. Re-entrant, since dropping a stream aborts, and the
         # garbage collector may do that anywhere.
         self._lock = threading.RLock()
         self._sequences: dict[str, Sequence] = {}
         self._arriving: deque[Sequence] = deque()
         self._aborting: deque[Sequence] = deque()
+        self._resizing: deque[_Resize] = deque()
+        self._num_added = 0
         self._deltas: list[OutputDelta] = []  # what the step that runs gives out
 
     @property
     def has_work(self) -> bool:
-        """True if a `step` would do something: a request waits, runs, or is to be taken out."""
-        return bool(self._sequences)
+        """True if a `step` would do something: a request waits, runs, or is to be taken out, or a resize waits."""
+        return bool(self._sequences or self._resizing)
 
     @property
     def num_running(self) -> int:
@@ -76,8 +110,8 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for admission, preempted ones included. They hold no blocks."""
-        return len(self._scheduler.waiting) + len(self._arriving)
+        """Requests that hold no blocks: they wait for admission, for their lead's prefill, or were preempted."""
+        return max(0, len(self._sequences) - self.num_running)
 
     @property
     def request_ids(self) -> list[str]:
@@ -93,7 +127,46 @@ class Engine:
             InvalidTokens: a token id is outside the model's vocabulary.
             DuplicateRequest: a live request has this id.
         """
+        self.add_samples([request])
+
+    def add_samples(self, requests: AbstractSequence[GenerationRequest]) -> None:
+        """Queue several requests with the same prompt, namespace and `reuse`, ids and parameters of their own, of which
+        the prompt is computed once: the first token of each is drawn from one prefill, and all go on from its blocks.
+        All are queued or, if one is refused, none.
+
+        Raises:
+            RequestError: there is none, or their prompts differ.
+            PromptTooLong, InvalidTokens, DuplicateRequest: as `add`.
+        """
+        if not requests:
+            raise RequestError("no request was given", "give one or more, with the same prompt")
+        sequences = [Sequence(request, self._tokenizer, self._clock()) for request in requests]
+        with self._lock:
+            taken = set(self._sequences)
+            for request in requests:
+                self._check(request, requests[0])
+                if request.request_id in taken:
+                    raise DuplicateRequest(request.request_id)
+                taken.add(request.request_id)
+            lead: Sequence | None = None
+            for sequence in sequences:
+                self._num_added += 1
+                sequence.arrival = self._num_added
+                self._sequences[sequence.request_id] = sequence
+                if lead is not None and sequence.request.params.max_tokens:
+                    sequence.lead = lead
+                    lead.samples.append(sequence)
+                    continue
+                self._arriving.append(sequence)
+                if sequence.request.params.max_tokens:
+                    lead = sequence
+
+    def _check(self, request: GenerationRequest, first: GenerationRequest) -> None:
         prompt = request.prompt_tokens
+        if request is not first:
+            like = (request.namespace, request.reuse) == (first.namespace, first.reuse)
+            if not (like and np.array_equal(prompt, first.prompt_tokens)):
+                raise RequestError("samples must have the same prompt, namespace and reuse", "add them one by one")
         highest, vocab_size = int(prompt.max()), self._info.vocab_size
         if highest >= vocab_size:
             raise InvalidTokens(f"token id {highest} is outside the model's vocabulary of {vocab_size} tokens")
@@ -103,12 +176,6 @@ class Engine:
             if num_first_tokens:
                 limited_by += ", one of them for the output"
             raise PromptTooLong(len(prompt), self.max_model_tokens - num_first_tokens, limited_by)
-        sequence = Sequence(request, self._tokenizer, self._clock())
-        with self._lock:
-            if request.request_id in self._sequences:
-                raise DuplicateRequest(request.request_id)
-            self._sequences[request.request_id] = sequence
-            self._arriving.append(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request at the next `step`, whatever its stage; its blocks are then free and its last delta says ABORT.
@@ -120,6 +187,31 @@ class Engine:
             sequence.is_aborted = True
             self._aborting.append(sequence)
             return True
+
+    def resize(self, num_pages: int) -> Future[ResizeResult]:
+        """Give the pool another size at the start of the next `step`; running requests go on.
+
+        The future has the result, or the refusal, with which nothing has changed: `ResizeRefused` (what is held or
+        pinned needs more), `CapacityError` (a request that was accepted would no longer fit, or the runner has no
+        memory for it).
+
+        Raises:
+            ConfigError: `num_pages` is no whole number of at least 1.
+        """
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
+            raise ConfigError(f"num_pages is {num_pages!r}; it must be a whole number of at least 1")
+        wanted = _Resize(num_pages, Future())
+        with self._lock:
+            self._resizing.append(wanted)
+        return wanted.future
+
+    def refuse_resizes(self, error: LooseleafError) -> None:
+        """Answer those who wait for a resize with `error`: no step will follow."""
+        with self._lock:
+            while self._resizing:
+                future = self._resizing.popleft().future
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
 
     def step(self) -> list[OutputDelta]:
         """Do one forward pass; at most one delta per request. Without work it does nothing.
@@ -142,12 +234,15 @@ class Engine:
             return
         batch = build_batch(plan, self._info.groups, self._cache.plan.block_tokens)
         scheduled = self._clock()
+        commit_seconds = 0.0
         try:
             output = self._checked(batch, self._runner.execute(batch))
         except Exception as error:  # whatever a model raises must not take down the other requests
             self._fail(plan, error)
         else:
+            computed = self._clock()
             self._commit(plan)
+            commit_seconds = self._clock() - computed
             self._give_out(plan, output)
         self._observer.on_step(
             num_scheduled_tokens=len(batch.token_ids),
@@ -155,18 +250,28 @@ class Engine:
             num_waiting=self.num_waiting,
             seconds=self._clock() - started,
             schedule_seconds=scheduled - started,
+            commit_seconds=commit_seconds,
         )
 
     # -- intake and ends --
 
     def _take_in(self) -> None:
-        """Move what other threads left here to the scheduler: arrivals to the queue, aborted requests out."""
+        """What other threads left here: arrivals go to the queue, aborted requests out; then resizes are done."""
         with self._lock:
             arriving, self._arriving = self._arriving, deque()
             aborting, self._aborting = self._aborting, deque()
+            resizing, self._resizing = self._resizing, deque()
         self._scheduler.waiting.extend(sequence for sequence in arriving if not sequence.is_aborted)
         for sequence in aborting:
             self._finish(sequence, FinishReason.ABORT)
+        for wanted in resizing:
+            if wanted.future.set_running_or_notify_cancel():
+                try:
+                    wanted.future.set_result(self._resize(wanted.num_pages))
+                except BaseException as error:
+                    wanted.future.set_exception(error)
+                    if not isinstance(error, LooseleafError):
+                        raise
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, given: GivenOut = NOTHING, error: LooseleafError | None = None
@@ -193,6 +298,43 @@ class Engine:
             seconds=now - sequence.added_seconds,
             queue_seconds=admitted - sequence.added_seconds,
         )
+
+    # -- the pool's size --
+
+    def _set_limit(self, plan: CachePlan) -> None:
+        self.max_model_tokens, self._limited_by = self._limit(plan)
+        self._scheduler.limit_tokens = self.max_model_tokens
+
+    def _limit(self, plan: CachePlan) -> tuple[int, str]:
+        """Most tokens of one request with a pool of `plan`, and what sets them."""
+        num_pool_tokens = plan.num_tokens
+        if self._config.reserve_output:  # then nothing of what slides out of a window comes back on the way
+            num_pool_tokens = plan.num_blocks // plan.num_lanes * plan.block_tokens
+        limits = [(self._info.max_model_tokens, "positions of the model"), (num_pool_tokens, "tokens of KV memory")]
+        if self._config.max_model_tokens is not None:
+            limits.append((self._config.max_model_tokens, "max_model_tokens"))
+        return min(limits)
+
+    def _resize(self, num_pages: int) -> ResizeResult:
+        cache, before = self._cache, self._cache.plan
+        limit_tokens, _ = self._limit(CachePlan.of(cache.config, num_pages))
+        with self._lock:  # nothing is added between the check and the new limit
+            longest = max((sequence.num_tokens for sequence in self._sequences.values()), default=0) + 1
+            if longest > limit_tokens and num_pages < before.num_pages:
+                raise CapacityError(
+                    f"with {num_pages} pages a request has at most {limit_tokens} tokens; one wants {longest} already",
+                    "wait until it has ended, or abort it",
+                )
+            result = cache.resize(num_pages)
+            copies = chained_copies(self._scheduler.take_copies(), result.copies, result.num_blocks)
+            try:
+                self._runner.resize(result.num_blocks, copies)
+            except CapacityError:
+                back = cache.resize(before.num_pages)
+                self._runner.resize(back.num_blocks, chained_copies(copies, back.copies, back.num_blocks))
+                raise
+            self._set_limit(cache.plan)
+        return result
 
     # -- after the model ran --
 
@@ -221,15 +363,16 @@ class Engine:
         for chunk in plan.chunks:
             if not chunk.sequence.is_aborted:
                 chunk.sequence.held.commit(chunk.end)
-                chunk.sequence.is_decoding = chunk.is_sampled
+                chunk.sequence.is_decoding = bool(chunk.drawn)
+                if len(chunk.drawn) > 1:
+                    self._scheduler.fork_samples(chunk)
 
     def _give_out(self, plan: StepPlan, output: StepOutput) -> None:
-        sampled = plan.decodes + [chunk.sequence for chunk in plan.chunks if chunk.is_sampled]
-        for sequence, token, logprobs in zip(sampled, output.token_ids.tolist(), output.logprobs, strict=True):
-            if not sequence.is_aborted:
+        for sequence, token, logprobs in zip(plan.drawn, output.token_ids.tolist(), output.logprobs, strict=True):
+            if not sequence.is_aborted and sequence.lead is None:  # it has one still if that was aborted meanwhile
                 self._advance(sequence, token, logprobs)
         for chunk in plan.chunks:
-            if chunk.end == chunk.sequence.num_tokens and not chunk.is_sampled:  # a prefill with nothing to generate
+            if chunk.end == chunk.sequence.num_tokens and not chunk.drawn:  # a prefill with nothing to generate
                 self._finish(chunk.sequence, FinishReason.LENGTH)
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:

@@ -9,9 +9,17 @@ class EngineObserver(Protocol):
     """Receives figures from the engine's own thread. Methods return at once and do not raise."""
 
     def on_step(
-        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
+        self,
+        *,
+        num_scheduled_tokens: int,
+        num_running: int,
+        num_waiting: int,
+        seconds: float,
+        schedule_seconds: float,
+        commit_seconds: float,
     ) -> None:
-        """One forward pass is done: `seconds` in all, `schedule_seconds` of it before the model ran."""
+        """One forward pass is done: `seconds` in all, `schedule_seconds` of it before the model ran, `commit_seconds`
+        for the cache's bookkeeping after it."""
 
     def on_first_token(self, *, seconds: float) -> None:
         """A request got its first token, `seconds` after it was added."""
@@ -28,8 +36,15 @@ class EngineObserver(Protocol):
     ) -> None:
         """A request ended, `seconds` after it was added; it waited `queue_seconds` for its first admission."""
 
-    def on_preempt(self, *, num_lost_tokens: int) -> None:
-        """A running request gave its blocks back; `num_lost_tokens` were computed and held by it."""
+    def on_preempt(self, *, cause: str, num_lost_tokens: int, num_freed_blocks: int) -> None:
+        """A running request gave its blocks back, because there was none for somebody's next token ("decode") or next
+        chunk ("prefill"). `num_lost_tokens` computed tokens are kept by nobody else."""
+
+    def on_share(self, *, num_tokens: int) -> None:
+        """A request that waited for a prompt in flight was admitted; so many tokens of it need not be computed."""
+
+    def on_fork(self, *, num_tokens: int) -> None:
+        """A sample went on from the prefill of another one, with `num_tokens` tokens in common."""
 
 
 class SilentObserver:
@@ -37,4 +52,4 @@ class SilentObserver:
 
     def _ignore(self, **values: object) -> None: ...
 
-    on_step = on_first_token = on_finish = on_preempt = _ignore
+    on_step = on_first_token = on_finish = on_preempt = on_share = on_fork = _ignore

@@ -1,213 +1,303 @@
 """What to compute in the next step, and who may hold blocks.
 
-Order of a plan: running decodes (one token each), running prefills (as much as the step's budget allows), then
-admissions, first come first served. A request is admitted when its whole known sequence and one token more can be
-reserved; so a prefill once begun always ends, and only decodes grow. When they can't, the latest arrival gives its
-blocks back (preemption by recompute) and goes to the front of the queue, which so stays in order of arrival:
+Order of a plan: running prefills get room for their next chunk, running decodes for their newest token, then requests
+are admitted, first come first served. A request is admitted when there is room for all that it knows and one token
+more. Models whose layers all keep everything reserve that room at once; with windows or chunks, where old blocks come
+back on the way, room is reserved chunk by chunk. Where there is none, the cheapest request to compute again gives its
+blocks back (preemption by recompute) and waits again, in order of arrival:
 
     running, by arrival            waiting, by arrival
-    [ 1  2  5  6 ......... k ]     [ k+1 (preempted)  k+2 (preempted)  k+3  k+4 ...]
+    [ 1  2  5  7 ......... k ]     [ 4 (preempted)  6 (preempted)  k+1 (follows k)  k+2  k+3 ...]
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver
+from looseleaf.engine.plan import Chunk, Ending, StepPlan
 from looseleaf.engine.request import FinishReason
 from looseleaf.engine.sequence import Sequence
+from looseleaf.engine.sharing import InFlightSharing
 from looseleaf.errors import LooseleafError, OutOfBlocks
-from looseleaf.ids import Int64Array
 
-_NO_TOKENS, _NO_SLOTS = np.zeros(0, np.int64), np.zeros((1, 0), np.int64)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start : end` (at least one) of a sequence's known tokens, to compute in one step. `is_sampled`: they are
-    the last ones known, and the next token is wanted."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    is_sampled: bool
-
-
-@dataclass(frozen=True)
-class Ending:
-    """A sequence that ended while the plan was made: it neither runs nor waits any more."""
-
-    sequence: Sequence
-    reason: FinishReason
-    error: LooseleafError | None = None
-
-
-@dataclass
-class StepPlan:
-    """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
-
-    `decode_tokens`: int64 [len(decodes)], the tokens to compute; `decode_slots`: int64 [num_lanes, len(decodes)], where
-    their K and V go in each lane of all groups.
-    """
-
-    decodes: list[Sequence] = field(default_factory=list)
-    decode_tokens: Int64Array = field(default_factory=lambda: _NO_TOKENS)
-    decode_slots: Int64Array = field(default_factory=lambda: _NO_SLOTS)
-    chunks: list[Chunk] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All sequences of the step, decodes first: the rows of the batch."""
-        return self.decodes + [chunk.sequence for chunk in self.chunks]
+_by_arrival = attrgetter("arrival")
 
 
 class Scheduler:
     """Queue, running set and their leases. Used from the engine's thread only.
 
-    `limit_tokens`: most tokens of one sequence. New requests are put at the end of `waiting`.
+    `limit_tokens`: most tokens of one sequence, set by the engine. `waiting` and `running` are in order of arrival; new
+    requests are put at the end of `waiting`. `copies`: what forks want copied in the next step.
     """
 
     def __init__(
-        self,
-        cache: CacheManager,
-        config: EngineConfig,
-        limit_tokens: int,
-        observer: EngineObserver,
-        clock: Callable[[], float],
+        self, cache: CacheManager, config: EngineConfig, observer: EngineObserver, clock: Callable[[], float]
     ) -> None:
         self._cache = cache
         self._config = config
-        self._limit_tokens = limit_tokens
         self._observer = observer
         self._clock = clock
         self._max_running = min(config.max_running_requests, config.max_step_tokens)
+        self._sharing = InFlightSharing(cache, config.share_in_flight and config.reuse)
+        self._by_chunk = cache.plan.slides and not config.reserve_output
+        self._mean_output_tokens = 128.0
+        self.limit_tokens = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.copies: list[tuple[int, int]] = []
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of queue or running set, if it is in one, and release what it holds."""
+        """Take out a sequence that ended, wherever it is, and release what it holds. The first of its samples that
+        still wait for its prefill takes its place."""
         if sequence.lease is not None:
             sequence.give_back()
             self.running.remove(sequence)
+        elif sequence.lead is not None:
+            sequence.lead.samples.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._mean_output_tokens += (sequence.num_output_tokens - self._mean_output_tokens) / 64
+        if sequence.samples:
+            lead, *rest = sequence.samples
+            sequence.samples, lead.samples, lead.lead = [], rest, None
+            for sample in rest:
+                sample.lead = lead
+            self._queue(lead)
 
     def plan(self) -> StepPlan:
         """Decide the next step: appends the tokens of decodes to their leases, makes and releases leases.
 
-        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH, and if nothing runs, heads
-        of the queue that can't be admitted end with ERROR until one can.
+        Terminates whatever the pins hold: a lone request that can't grow ends with LENGTH (ERROR in its prefill), and
+        if nothing runs, heads of the queue that can't be admitted end with ERROR until one can. The oldest running
+        request is never preempted, and nobody is admitted in a step that preempted: so each request's turn comes.
         """
         plan = StepPlan()
+        self._plan_chunks(plan)
         self._plan_decodes(plan)
-        budget = self._config.max_step_tokens - len(plan.decodes)
-        for sequence in self.running:
-            if not sequence.is_decoding and budget > 0:
-                budget -= self._add_chunk(plan, sequence, budget)
-        self._admit(plan, budget)
+        if not plan.has_preempted:
+            self._admit(plan)
+        if plan.decodes or plan.chunks:
+            plan.copies = tuple(self.take_copies())
         return plan
 
+    def fork_samples(self, chunk: Chunk) -> None:
+        """The prompt of `chunk.sequence` is committed: its samples go on from it, each with a lease of its own. One
+        that finds no room for that waits like a preempted request."""
+        lead, block_tokens = chunk.sequence, self._cache.plan.block_tokens
+        lead.samples = []
+        for sample in chunk.drawn[1:]:
+            sample.lead = None
+            if sample.is_aborted:
+                continue
+            sample.is_counted = True
+            sample.admitted_seconds = self._clock()
+            sample.num_cached_tokens = (lead.num_prompt_tokens - 1) // block_tokens * block_tokens
+            try:
+                lease = lead.held.fork(sample.request_id) if len(self.running) < self._max_running else None
+            except LooseleafError:
+                lease = None
+            if lease is None:
+                self._queue(sample)
+                continue
+            sample.lease, sample.is_decoding = lease, True
+            insort(self.running, sample, key=_by_arrival)
+            self.copies += lease.copies
+            self._observer.on_fork(num_tokens=lease.num_committed_tokens)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies that forks asked for, for the caller to do before anything is written.
+
+        They stay right whatever happened to their sequences since: blocks are written by steps only, and each step does
+        them first, so a block that was given to somebody else is overwritten before anybody reads it.
+        """
+        copies, self.copies = self.copies, []
+        return copies
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_by_arrival)
+
+    # -- who runs --
+
+    def _plan_chunks(self, plan: StepPlan) -> None:
+        """What running prefills compute next, within the budget that decodes leave."""
+        budget = self._config.max_step_tokens - sum(sequence.is_decoding for sequence in self.running)
+        for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
+            if budget > 0 and sequence.lease is not None:  # not preempted for an earlier one
+                chunk = self._next_chunk(sequence, sequence.held.num_committed_tokens, budget)
+                if self._make_room(plan, chunk):
+                    plan.chunks.append(chunk)
+                    budget -= chunk.end - chunk.start
+
+    def _next_chunk(self, sequence: Sequence, start: int, budget: int) -> Chunk:
+        """What is not computed yet from `start` on, up to `budget` tokens."""
+        end = min(sequence.num_tokens, start + min(budget, self._max_chunk_tokens(sequence.num_tokens + 1)))
+        is_sampled = end == sequence.num_tokens and sequence.request.params.max_tokens > 0
+        return Chunk(sequence, start, end, (sequence, *sequence.samples) if is_sampled else ())
+
+    def _make_room(self, plan: StepPlan, chunk: Chunk) -> bool:
+        """Reserve what a chunk needs; False if its sequence had to give way or to end."""
+        sequence = chunk.sequence
+        while not sequence.held.try_reserve(chunk.end) and len(self.running) > 1:
+            if self._preempt(plan, "prefill") is sequence:
+                return False
+        try:
+            sequence.held.reserve(chunk.end)  # nothing to do, or the refusal with its numbers
+        except OutOfBlocks as error:
+            plan.endings.append(Ending(sequence, FinishReason.ERROR, error))
+            return False
+        return True
+
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Give every decoding sequence room for its newest token, preempting latest arrivals until that works."""
+        """Give every decoding sequence room for its newest token, preempting until that works."""
         while decodes := [sequence for sequence in self.running if sequence.is_decoding]:
+            leases = [sequence.held for sequence in decodes]
             tokens = np.array([sequence.last_token for sequence in decodes], np.int64)
             try:
-                plan.decode_slots = self._cache.append_many([sequence.held for sequence in decodes], tokens)[None]
+                slots = self._cache.append_many(leases, tokens)
             except OutOfBlocks:
-                self._make_room(plan)
+                if len(self.running) == 1:  # alone: recomputing would end at the same place
+                    plan.endings.append(Ending(decodes[0], FinishReason.LENGTH))
+                    return
+                self._preempt(plan, "decode")
             else:
                 plan.decodes, plan.decode_tokens = decodes, tokens
+                plan.decode_slots = slots[None] if self._cache.plan.num_lanes == 1 else self._cache.slots_many(leases)
                 return
 
-    def _make_room(self, plan: StepPlan) -> None:
-        victim = self.running.pop()
-        num_lost_tokens = victim.held.num_committed_tokens
+    def _preempt(self, plan: StepPlan, cause: str) -> Sequence:
+        """Take the blocks of the request that gives most of them per token to be computed again, the latest arrival
+        among equals; never of the oldest, and of one that has done nothing since it came back only if all others
+        haven't either."""
+        candidates = [sequence for sequence in self.running[1:] if sequence.has_progressed] or self.running[1:]
+        gains = self._cache.release_gains([sequence.held for sequence in candidates])
+        worths = [gain.num_blocks / max(gain.num_lost_tokens, 1e-9) for gain in gains]
+        index = max(range(len(worths)), key=lambda index: (worths[index], index))
+        victim, gain = candidates[index], gains[index]
+        victim.note_preemption()
         victim.give_back()
-        if self.running:
-            self.waiting.appendleft(victim)
-            self._observer.on_preempt(num_lost_tokens=num_lost_tokens)
-        else:  # alone: recomputing would end at the same place
-            plan.endings.append(Ending(victim, FinishReason.LENGTH))
+        self.running.remove(victim)
+        self._queue(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
+        plan.has_preempted = True
+        self._observer.on_preempt(cause=cause, num_lost_tokens=gain.num_lost_tokens, num_freed_blocks=gain.num_blocks)
+        return victim
 
-    def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """Add what is not computed yet, up to `budget` tokens; how many these are."""
-        start = sequence.held.num_committed_tokens
-        end = min(sequence.num_tokens, start + budget)
-        is_sampled = end == sequence.num_tokens and sequence.request.params.max_tokens > 0
-        plan.chunks.append(Chunk(sequence, start, end, is_sampled))
-        return end - start
+    # -- who comes in --
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
+    def _admit(self, plan: StepPlan) -> None:
+        budget, index = self._config.max_step_tokens - plan.num_tokens, 0
+        while index < len(self.waiting) and budget > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting[index]
+            if self._sharing.must_wait(sequence, self.running):
+                index += 1
+                continue
             try:
-                if not self._try_admit(sequence, must=not self.running):
+                chunk = self._try_admit(sequence, budget)
+                if chunk is None:
                     return
             except LooseleafError as error:
                 plan.endings.append(Ending(sequence, FinishReason.ERROR, error))
             else:
-                self.running.append(sequence)
-                budget -= self._add_chunk(plan, sequence, budget)
-            self.waiting.popleft()
+                insort(self.running, sequence, key=_by_arrival)
+                plan.chunks.append(chunk)
+                budget -= chunk.end - chunk.start
+            del self.waiting[index]
 
-    def _try_admit(self, sequence: Sequence, must: bool) -> bool:
-        """Match, hold and reserve all that the sequence needs, or nothing.
+    def _try_admit(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """Match, hold and reserve what the sequence needs to begin, or nothing; what it computes first.
 
         Raises:
-            OutOfBlocks: it does not fit and `must` says that waiting would not help.
+            OutOfBlocks: it does not fit though nothing runs, so waiting would not help.
             DuplicateRequest: somebody else holds a lease of this id.
         """
-        num_wanted_tokens = self._num_reserved_tokens(sequence)
-        reuse = self._config.reuse and sequence.request.reuse
-        if not must and not self._may_fit(sequence, num_wanted_tokens, reuse):
-            return False
+        must = not self.running
+        request, num_tokens = sequence.request, self._num_admitted_tokens(sequence)
+        reuse = self._config.reuse and request.reuse
+        if not must and not self._may_fit(sequence, num_tokens, reuse):
+            return None
+        num_output_tokens = max(2 * self._mean_output_tokens, sequence.num_output_tokens + 1)
         lease = self._cache.lease(
             sequence.tokens,
             request_id=sequence.request_id,
-            namespace=sequence.request.namespace,
+            namespace=request.namespace,
             count_lookup=not sequence.is_counted,
             reuse=reuse,
+            expected_tokens=sequence.num_prompt_tokens + int(min(request.params.max_tokens, num_output_tokens)),
         )
         sequence.is_counted = True
+        chunk = self._next_chunk(sequence, lease.num_cached_tokens, budget)
         try:
-            lease.reserve(num_wanted_tokens)
+            lease.reserve(chunk.end if self._by_chunk else num_tokens)
         except LooseleafError as error:
             lease.release()
             if must or not isinstance(error, OutOfBlocks):
                 raise
-            return False
+            return None
         sequence.lease = lease
         if sequence.admitted_seconds is None:
             sequence.admitted_seconds = self._clock()
             sequence.num_cached_tokens = lease.num_cached_tokens
-        return True
+        if sequence.wait is not None:
+            num_shared = min(lease.num_cached_tokens, sequence.wait.num_tokens) - sequence.wait.num_found_tokens
+            sequence.wait = None
+            if num_shared > 0:
+                self._observer.on_share(num_tokens=num_shared)
+        return chunk
 
-    def _may_fit(self, sequence: Sequence, num_wanted_tokens: int, reuse: bool) -> bool:
+    def _may_fit(self, sequence: Sequence, num_tokens: int, reuse: bool) -> bool:
         """False if a lease would be in vain: read-only, so that those who wait touch neither statistics nor the
-        eviction order. (True is no promise: what matches may itself be what is evictable.)
-
-        One block for each running request must stay to be had, so that what is admitted now does not give way in the
-        next steps. Measured with 64 requests over a pool for 22: 44% of the tokens were computed again without this,
-        24% with it, in as many steps.
-        """
-        stats = self._cache.stats()
-        num_headroom_blocks = 0 if self._config.reserve_output else len(self.running)
-        num_available_blocks = stats.free_blocks + stats.evictable_blocks - num_headroom_blocks
-        num_wanted_blocks = -(-num_wanted_tokens // stats.block_tokens)
+        eviction order. (True is no promise: what matches may itself be what is evictable.)"""
+        room = self._cache.room()
+        num_available_blocks = room.num_free_blocks + room.num_evictable_blocks - self._num_promised_blocks()
+        num_wanted_blocks = self._num_blocks_for(num_tokens)
         if num_wanted_blocks <= num_available_blocks or not reuse:
             return num_wanted_blocks <= num_available_blocks
         match = self._cache.match(sequence.tokens, namespace=sequence.request.namespace)
-        return num_wanted_blocks - match.num_tokens // stats.block_tokens <= num_available_blocks
+        return num_wanted_blocks - match.num_blocks <= num_available_blocks
 
-    def _num_reserved_tokens(self, sequence: Sequence) -> int:
+    def _num_promised_blocks(self) -> int:
+        """Blocks that those who run will want: what prefills that reserve by chunk still need, and one block in each
+        lane for each request and sample, so that what is admitted now does not give way in the next steps. Measured
+        with 64 requests over a pool for 22: 44% of the tokens were computed again without this, 24% with it, in as many
+        steps."""
+        if self._config.reserve_output:
+            return 0
+        plan = self._cache.plan
+        num_promised = plan.num_lanes * sum(1 + len(sequence.samples) for sequence in self.running)
+        if self._by_chunk:
+            for sequence in self.running:
+                if not sequence.is_decoding:
+                    num_held = sum(table.size for table in sequence.held.tables)
+                    num_promised += max(0, self._num_blocks_for(sequence.num_tokens + 1) - num_held)
+        return num_promised
+
+    def _num_admitted_tokens(self, sequence: Sequence) -> int:
+        """Tokens that must have room when a sequence is admitted."""
         max_tokens = sequence.request.params.max_tokens
         if self._config.reserve_output:
-            return min(sequence.num_prompt_tokens + max_tokens, self._limit_tokens)
+            return min(sequence.num_prompt_tokens + max_tokens, self.limit_tokens)
         return sequence.num_tokens + (1 if max_tokens else 0)
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence holds at once on its way to `num_tokens` tokens."""
+        return self._cache.plan.blocks_for(num_tokens, self._max_chunk_tokens(num_tokens))
+
+    def _max_chunk_tokens(self, num_tokens: int) -> int:
+        """Longest chunk on the way to `num_tokens` tokens. Where room is reserved chunk by chunk, one takes at most a
+        quarter of the pool, and less where the sequence would not fit otherwise."""
+        if not self._by_chunk:
+            return num_tokens
+        plan = self._cache.plan
+        quarter_tokens = plan.num_blocks // (4 * plan.num_lanes) * plan.block_tokens
+        chunk_tokens = min(self._config.max_step_tokens, max(plan.block_tokens, quarter_tokens))
+        while chunk_tokens > plan.block_tokens and plan.blocks_for(num_tokens, chunk_tokens) > plan.num_blocks:
+            chunk_tokens //= 2
+        return chunk_tokens

@@ -79,6 +79,16 @@ class OutputText:
         return given
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a waiting request waits for: that `leader` commits the first `num_tokens` tokens, which both share.
+    `num_found_tokens` of them were in the cache when it began to wait."""
+
+    leader: Sequence
+    num_tokens: int
+    num_found_tokens: int
+
+
 class Sequence:
     """State of one request; made at `add`, owned by the engine's thread from the next step on.
 
@@ -87,13 +97,16 @@ class Sequence:
 
     It owns a `lease` exactly while it runs: one that waits owns no blocks. `last_token`: the newest token, which the
     next decode step computes. `is_counted`: its look-up is in the cache's statistics already. `is_decoding`: all tokens
-    but the last one are computed, so each step computes one more.
+    but the last one are computed, so each step computes one more. `arrival`: number in order of arrival.
+
+    `samples`: requests with the same prompt that go on from this one's prefill; each has it as `lead` and neither waits
+    nor runs by itself. `wait`: see `sharing`. `preempted_at`: known and committed tokens at the last preemption.
     """
 
     __slots__ = (
-        "_buffer", "_draws", "_plain_row", "added_seconds", "admitted_seconds", "is_aborted", "is_counted",
-        "is_decoding", "last_token", "lease", "num_cached_tokens", "num_prompt_tokens", "num_tokens", "output",
-        "request", "request_id",
+        "_buffer", "_draws", "_plain_row", "added_seconds", "admitted_seconds", "arrival", "is_aborted", "is_counted",
+        "is_decoding", "last_token", "lead", "lease", "num_cached_tokens", "num_prompt_tokens", "num_tokens", "output",
+        "preempted_at", "request", "request_id", "samples", "wait",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, now_seconds: float) -> None:
@@ -106,7 +119,11 @@ class Sequence:
         self.lease: Lease | None = None
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.last_token = int(prompt[-1])
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.arrival = 0
+        self.samples: list[Sequence] = []
+        self.lead: Sequence | None = None
+        self.wait: Wait | None = None
+        self.preempted_at = (-1, -1)
         self.is_decoding = self.is_aborted = self.is_counted = False
         self.output = OutputText(tokenizer, prompt[-_NUM_PROMPT_TAIL_TOKENS:].tolist(), params.stop)
         self._buffer = prompt
@@ -135,6 +152,17 @@ class Sequence:
         if self.lease is None:
             raise RuntimeError(f"request {self.request_id!r} is in a step without a lease")
         return self.lease
+
+    @property
+    def has_progressed(self) -> bool:
+        """True if it was never preempted, or has a token or a committed token more than it had then."""
+        num_tokens, num_committed = self.preempted_at
+        return self.num_tokens > num_tokens or self.held.num_committed_tokens > num_committed
+
+    def note_preemption(self) -> None:
+        """Remember how far it had come, before it gives back its blocks."""
+        num_tokens, num_committed = self.preempted_at
+        self.preempted_at = (max(num_tokens, self.num_tokens), max(num_committed, self.held.num_committed_tokens))
 
     def give_back(self) -> None:
         """Release the lease: it runs no more."""

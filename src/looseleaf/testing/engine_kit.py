@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partialmethod
 from typing import Any
 
-from looseleaf.core.config import CacheConfig
+from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.engine import Engine
@@ -35,12 +35,15 @@ class RecordingObserver:
     on_first_token = partialmethod(_record, "on_first_token")
     on_finish = partialmethod(_record, "on_finish")
     on_preempt = partialmethod(_record, "on_preempt")
+    on_share = partialmethod(_record, "on_share")
+    on_fork = partialmethod(_record, "on_fork")
 
 
 class EngineKit:
     """Cache, fake runner, fake tokenizer and engine, wired; keeps every delta.
 
-    `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`. `runner_settings` go to `FakeRunner`.
+    `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`, for the lanes of `groups`.
+    `runner_settings` go to `FakeRunner`.
     """
 
     def __init__(
@@ -50,13 +53,22 @@ class EngineKit:
         *,
         blocks_per_page: int = 1,
         pin_quota: float = 1.0,
+        groups: tuple[LayerGroup, ...] = (LayerGroup("full"),),
         config: EngineConfig | None = None,
         **runner_settings: Any,
     ) -> None:
         num_pages, page_tokens = num_blocks // blocks_per_page, block_tokens * blocks_per_page
-        self.cache = CacheManager(CacheConfig(num_pages, page_tokens, block_tokens, pin_quota=pin_quota))
+        plan = CacheConfig(num_pages, page_tokens, block_tokens, pin_quota=pin_quota, groups=groups)
+        self.cache = CacheManager(plan)
         self.namespaces: dict[str, str] = defaultdict(str)
-        self.runner = FakeRunner(num_blocks, block_tokens, namespace_of=self.namespaces.__getitem__, **runner_settings)
+        self.runner = FakeRunner(
+            num_blocks,
+            block_tokens,
+            groups=groups,
+            namespace_of=self.namespaces.__getitem__,
+            known_tokens=lambda name: self.engine._sequences[name].tokens,
+            **runner_settings,
+        )
         self.tokenizer = FakeTokenizer()
         self.observer = RecordingObserver()
         self.engine = Engine(self.cache, self.runner, self.tokenizer, config or EngineConfig(), observer=self.observer)
@@ -73,11 +85,27 @@ class EngineKit:
         **params: Any,
     ) -> GenerationRequest:
         """Queue a request; greedy unless `params` (those of `SamplingParams`) say otherwise."""
-        sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params})
-        request = GenerationRequest(request_id, prompt, sampling, namespace, reuse)
-        self.engine.add(request)
-        self.namespaces[request_id] = namespace
-        return request
+        return self.add_samples([request_id], prompt, max_tokens, namespace=namespace, reuse=reuse, **params)[0]
+
+    def add_samples(
+        self,
+        request_ids: Sequence[str],
+        prompt: Sequence[int] | Int32Array,
+        max_tokens: int = 8,
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        **params: Any,
+    ) -> list[GenerationRequest]:
+        """As `add`, for several requests that share one prefill; the seed, if one is given, is one more for each."""
+        requests = []
+        for number, request_id in enumerate(request_ids):
+            own = {} if params.get("seed") is None else {"seed": params["seed"] + number}
+            sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params, **own})
+            requests.append(GenerationRequest(request_id, prompt, sampling, namespace, reuse))
+        self.engine.add_samples(requests)
+        self.namespaces |= dict.fromkeys(request_ids, namespace)
+        return requests
 
     def step(self, times: int = 1) -> list[OutputDelta]:
         """Do `times` steps, check the cache after each; the deltas of these steps."""

@@ -7,12 +7,16 @@ steps.
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from looseleaf.core.config import LayerGroup
+from looseleaf.core.moving import ResizeResult
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
 from looseleaf.errors import CapacityError, OutOfBlocks, PromptTooLong
@@ -23,11 +27,19 @@ _RARELY = st.sampled_from((False, False, False, False, False, True))
 _MOSTLY = _RARELY.map(operator.not_)
 _STOPS = st.sampled_from(((), (), (), ("ABCA",), ("éé", "BAB"), ("CABC",)))
 _ALPHABET = tuple("ABCé€".encode())
+_WINDOW = LayerGroup("window", window_tokens=8, num_lanes=2)
+_MODELS = (
+    (LayerGroup("full"),),
+    (LayerGroup("full"),),
+    (LayerGroup("full"), _WINDOW),
+    (_WINDOW,),
+    (LayerGroup("chunked", chunk_tokens=8), LayerGroup("window", window_tokens=5)),
+)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """One request to add; its prompt is `num_kept` tokens of an earlier text and then `tail`."""
+    """One request to add, or several samples of it; its prompt is `num_kept` tokens of an earlier text, then `tail`."""
 
     base: int
     num_kept: int
@@ -38,6 +50,7 @@ class _Arrival:
     seed: int | None
     stop: tuple[str, ...]
     extra: dict[str, Any]
+    num_samples: int
 
 
 _ARRIVALS = st.builds(
@@ -51,13 +64,20 @@ _ARRIVALS = st.builds(
     seed=st.one_of(st.none(), st.integers(0, 3)),
     stop=_STOPS,
     extra=st.sampled_from(({}, {}, {"repetition_penalty": 1.1}, {"ignore_eos": True}, {"num_logprobs": 1})),
+    num_samples=st.sampled_from((1, 1, 1, 2, 4)),
 )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, steps, aborts, pins, unpins, clears, breaks. What must hold: every request ends exactly once; what it gave
-    out is the beginning of its cold tokens, and all of them if it ended by itself; each delta's text is its tokens'
-    text; usage adds up; waiting requests hold nothing; the model never read a block that was not this sequence's."""
+    """Adds, samples, steps, aborts, pins, unpins, clears, resizes, breaks. What must hold: every request ends exactly
+    once; what it gave out is the beginning of its cold tokens, and all of them if it ended by itself; each delta's text
+    is its tokens' text; usage adds up; waiting requests hold nothing; the model never read a block that was not this
+    sequence's.
+
+    `happened` counts what came about in all runs: a machine that never preempts or forks shows nothing about it.
+    """
+
+    happened: ClassVar[Counter[str]] = Counter()
 
     running_ids = Bundle("running_ids")
     pins = Bundle("pins")
@@ -69,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.sampled_from((64, 5, 2, 1)),
         reserve_output=_RARELY,
         reuse=_MOSTLY,
+        share_in_flight=_MOSTLY,
+        groups=st.sampled_from(_MODELS),
         eos_every=st.sampled_from((0, 20)),
     )
     def start(
@@ -79,18 +101,24 @@ class EngineMachine(RuleBasedStateMachine):
         max_running: int,
         reserve_output: bool,
         reuse: bool,
+        share_in_flight: bool,
+        groups: tuple[LayerGroup, ...],
         eos_every: int,
     ) -> None:
-        """A new engine over an empty pool."""
-        config = EngineConfig(max_running, max_step_tokens, None, reuse, reserve_output)
+        """A new engine over an empty pool; each lane has room for `pool_tokens` on average."""
+        config = EngineConfig(max_running, max_step_tokens, None, reuse, reserve_output, share_in_flight)
+        num_blocks = pool_tokens // block_tokens * sum(group.num_lanes for group in groups)
         self.kit = EngineKit(
-            pool_tokens // block_tokens,
+            num_blocks,
             block_tokens,
             pin_quota=0.75,
+            groups=groups,
             config=config,
             eos_every=eos_every,
             alphabet=_ALPHABET,
+            max_blocks=2 * num_blocks,
         )
+        self.kind = "+".join(group.name for group in groups)
         self.requests: dict[str, GenerationRequest] = {}
         self.aborted: set[str] = set()
         self.ended: set[str] = set()
@@ -102,26 +130,25 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(target=running_ids, arrivals=st.lists(_ARRIVALS, min_size=1, max_size=5))
     def add(self, arrivals: list[_Arrival]) -> Any:
         """Some requests at once, whose prompts begin like earlier ones or earlier answers."""
-        names = [self._add(arrival) for arrival in arrivals]
-        return multiple(*(name for name in names if name is not None))
+        return multiple(*(name for arrival in arrivals for name in self._add(arrival)))
 
-    def _add(self, arrival: _Arrival) -> str | None:
+    def _add(self, arrival: _Arrival) -> list[str]:
         prompt = self.prompts[arrival.base % len(self.prompts)][: arrival.num_kept] + arrival.tail
-        name = f"r{len(self.requests)}"
+        names = [f"r{len(self.requests) + number}" for number in range(arrival.num_samples)]
         params: dict[str, Any] = {"stop": arrival.stop, "namespace": arrival.namespace, "reuse": arrival.reuse}
         params |= arrival.extra
         if arrival.seed is not None:
             params |= {"temperature": 1.0, "seed": arrival.seed}
         fits = len(prompt) + (arrival.max_tokens > 0) <= self.kit.engine.max_model_tokens
         try:
-            request = self.kit.add(name, prompt, arrival.max_tokens, **params)
+            requests = self.kit.add_samples(names, prompt, arrival.max_tokens, **params)
         except PromptTooLong:
             assert not fits
-            return None
+            return []
         assert fits
-        self.requests[name] = request
+        self.requests |= dict(zip(names, requests, strict=True))
         self.prompts.append(prompt)
-        return name
+        return names
 
     @rule(times=st.integers(1, 20))
     def step(self, times: int) -> None:
@@ -173,6 +200,20 @@ class EngineMachine(RuleBasedStateMachine):
         if really:
             self.kit.cache.clear()
 
+    @rule(num_pages=st.integers(1, 200), really=_RARELY)
+    def resize(self, num_pages: int, really: bool) -> None:
+        """Another size, at the next step: done, or refused and nothing changed."""
+        if not really:
+            return
+        kit = self.kit
+        before = kit.cache.plan.num_blocks
+        wanted: Future[ResizeResult] = kit.engine.resize(num_pages)
+        self.step(1)
+        error = wanted.exception(timeout=0)
+        assert error is None or isinstance(error, CapacityError)
+        assert kit.cache.plan.num_blocks == (num_pages if error is None else before) == kit.runner.num_blocks
+        self.happened[f"resize {'done' if error is None else 'refused'} ({self.kind})"] += 1
+
     # -- what holds --
 
     @invariant()
@@ -195,6 +236,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.ended == set(self.requests)
         stats = self.kit.cache.stats()
         assert (stats.num_leases, stats.active_blocks) == (0, 0)
+        for called in ("on_fork", "on_preempt", "on_share"):
+            self.happened[f"{called} ({self.kind})"] += len(self.kit.observer.named(called))
 
     def _check_delta(self, delta: OutputDelta) -> None:
         name, kit = delta.request_id, self.kit
@@ -227,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert name in self.aborted
             return
         if reason is FinishReason.ERROR:
-            assert self.has_failed or isinstance(delta.error, OutOfBlocks)
+            assert self.has_failed or (isinstance(delta.error, OutOfBlocks) and kit.cache.stats().num_pins)
             return
         whole = kit.tokenizer.decode([token for token in cold[:num_output] if token < 256])
         stops = [stop for stop in request.params.stop if stop in whole]

@@ -42,9 +42,9 @@ class _Lane:
     first_blocks: list[int]
 
     @property
-    def salt(self) -> np.uint64:
-        """What makes the stamps of this lane its own."""
-        return np.uint64(self.number * _LANE_SALT % 2**64)
+    def salt(self) -> int:
+        """What makes the stamps of this lane its own, 64 bits."""
+        return self.number * _LANE_SALT % 2**64
 
 
 class FakeRunner:
@@ -225,7 +225,10 @@ class FakeRunner:
 
     def _slots(self, lane: _Lane, row: int, positions: npt.NDArray[np.int64]) -> Int64Array:
         blocks, offsets = np.divmod(positions, self.block_tokens)
-        return lane.tables[row][blocks - lane.first_blocks[row]].astype(np.int64) * self.block_tokens + offsets
+        slots: Int64Array = (
+            lane.tables[row][blocks - lane.first_blocks[row]].astype(np.int64) * self.block_tokens + offsets
+        )
+        return slots
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         self.num_copied_blocks += len(copies)
@@ -253,7 +256,7 @@ class FakeRunner:
         contexts = batch.num_context_tokens.tolist()
         written = np.concatenate([chain[context:] for chain, context in zip(chains, contexts, strict=True)])
         for lane in lanes:
-            self._stamps.reshape(-1)[lane.slots] = written ^ lane.salt
+            self._stamps.reshape(-1)[lane.slots] = written ^ np.uint64(lane.salt)
 
     def _check_memory(self, batch: StepBatch, lane: _Lane, row: int, chain: _UInt64Array) -> None:
         """Every position that a query of this row may see holds the stamp of this prefix and lane."""
@@ -262,7 +265,9 @@ class FakeRunner:
         positions = np.arange(first, len(chain))
         slots = self._slots(lane, row, positions)
         found = self._positions.reshape(-1)[slots]
-        wrong = np.flatnonzero((found != positions) | (self._stamps.reshape(-1)[slots] != chain[first:] ^ lane.salt))
+        wrong = np.flatnonzero(
+            (found != positions) | (self._stamps.reshape(-1)[slots] != chain[first:] ^ np.uint64(lane.salt))
+        )
         if len(wrong):
             at, slot, held = positions[wrong[0]], slots[wrong[0]], found[wrong[0]]
             what = "another prefix, namespace or lane" if held == at else f"position {held}"

@@ -1,0 +1,68 @@
+"""In-flight sharing: what a running prefill is about to compute is not computed a second time beside it.
+
+    leader    [ committed ....|.. its prefill goes on .........)
+    follower  [ found .)[ awaited ........)                     waits until the leader has committed what both share
+
+A follower holds nothing while it waits, so there are no cycles; its leader commits the awaited blocks in a bounded
+number of steps or leaves (aborted, preempted, failed). Then the follower looks again, in its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+
+from looseleaf.core.manager import CacheManager
+from looseleaf.engine.sequence import Sequence, Wait
+from looseleaf.ids import Int32Array
+
+
+class InFlightSharing:
+    """Says who waits for whom. `is_on` False: nobody waits."""
+
+    def __init__(self, cache: CacheManager, is_on: bool) -> None:
+        self._cache = cache
+        self._is_on = is_on
+
+    def must_wait(self, sequence: Sequence, running: AbstractSequence[Sequence]) -> bool:
+        """True if a prefill among `running` will commit more whole blocks of this prompt than the cache holds now. What
+        it waits for is kept in `sequence.wait`, so that asking again costs little."""
+        if not self._is_on or not sequence.request.reuse:
+            return False
+        if sequence.wait is not None and _is_pending(sequence.wait):
+            return True
+        wait = self._find(sequence, running)
+        if wait is not None:
+            sequence.wait = wait
+        return wait is not None
+
+    def _find(self, sequence: Sequence, running: AbstractSequence[Sequence]) -> Wait | None:
+        tokens, request, block_tokens = sequence.tokens, sequence.request, self._cache.plan.block_tokens
+        leader, num_tokens = None, 0
+        for other in running:
+            if other.is_decoding or not other.request.reuse or other.request.namespace != request.namespace:
+                continue
+            num_shared = _num_common_tokens(other.tokens, tokens[:-1]) // block_tokens * block_tokens
+            if num_shared > max(num_tokens, other.held.num_committed_tokens):
+                leader, num_tokens = other, num_shared
+        if leader is None:
+            return None
+        num_found = self._cache.match(tokens, namespace=request.namespace).num_tokens
+        if num_tokens <= num_found:
+            return None
+        return Wait(leader, num_tokens, num_found if sequence.wait is None else sequence.wait.num_found_tokens)
+
+
+def _is_pending(wait: Wait) -> bool:
+    """True while the leader runs its prefill and has not committed what is awaited."""
+    lease = wait.leader.lease
+    return lease is not None and not wait.leader.is_decoding and lease.num_committed_tokens < wait.num_tokens
+
+
+def _num_common_tokens(tokens: Int32Array, others: Int32Array) -> int:
+    """Length of the common prefix."""
+    num_tokens = min(len(tokens), len(others))
+    if num_tokens == 0 or tokens[0] != others[0]:
+        return 0
+    differs = tokens[:num_tokens] != others[:num_tokens]
+    first = int(differs.argmax())
+    return first if differs[first] else num_tokens
