@@ -115,6 +115,21 @@ def test_watermark_evicts_ahead(make: MakeCache) -> None:
         assert cache.stats().evictable_blocks == 0
 
 
+def test_with_a_watermark_no_reservation_evicts(make: MakeCache) -> None:
+    """Eviction happens between steps: with a reserve that covers a step's needs, no allocation has to evict itself."""
+    forced = []
+    for reserve_pages in (0, 2):
+        cache = make(64, blocks_per_page=8, reserve_pages=reserve_pages)
+        for seed in range(20):
+            cache.maintain()
+            with cache.lease([seed] * 3 + list(range(37))) as lease:
+                lease.reserve(40)
+                lease.commit(40)
+        forced.append(cache.stats().num_demand_evictions)
+    assert forced[0] > 0
+    assert forced[1] == 0
+
+
 def test_events_rebuild_the_cache() -> None:
     """[M127] One stored event and one removed event per block; a second copy that is dropped is not reported."""
     events: list[CacheEvent] = []

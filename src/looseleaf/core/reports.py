@@ -79,6 +79,7 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
         evicted_tokens=counters.evicted_tokens,
         cleared_tokens=counters.cleared_tokens,
         slid_out_blocks=counters.slid_out_blocks,
+        num_demand_evictions=counters.num_demand_evictions,
         num_lanes=plan.num_lanes,
         num_leases=len(desk.live),
         num_pins=len(pins.records),

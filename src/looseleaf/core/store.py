@@ -194,15 +194,15 @@ class BlockStore:
             num_equal = self.tree.common_blocks(child.tokens, data, at * size, len(data))
             if num_equal < child.num_blocks:
                 child = self.victims.split(child, num_equal)
-            self._change_over(child, blocks[at : at + num_equal], COLD_TICK + opened_tick)
+            self._change_over(child, blocks[at : at + num_equal])
             node, own_node, at = child, False, at + num_equal
         return node, False
 
-    def _change_over(self, node: Node, blocks: Int32Array, tick: int) -> None:
+    def _change_over(self, node: Node, blocks: Int32Array) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
         own, stored = blocks.flatten(), node.blocks.ravel()
         if self.sliding and (stored == ABSENT).any():
-            self._fill(node, blocks, tick)
+            self._fill(node, blocks)
             is_own = blocks != node.blocks
             own, stored = blocks[is_own], node.blocks[is_own]
             self.pins.on_filled(node)
@@ -210,15 +210,13 @@ class BlockStore:
         self.ledger.drop(own)
         blocks[:] = node.blocks
 
-    def _fill(self, node: Node, blocks: Int32Array, tick: int) -> None:
-        assert node.marks is not None  # there are sliding groups
-        for column, group in enumerate(self.sliding):
+    def _fill(self, node: Node, blocks: Int32Array) -> None:
+        for group in self.sliding:
             rows = np.flatnonzero(node.blocks[:, group.first_lane] == ABSENT)
             if len(rows) == 0:
                 continue
             filled: Int32Array = blocks[rows, group.lanes]
             node.blocks[rows, group.lanes] = filled
-            node.marks.ticks[rows, column] = tick
             self.ledger.store(filled.ravel())
             if self.on_event is not None:
                 keys = self.forgotten.keys_of(node)
@@ -272,6 +270,7 @@ class BlockStore:
         self.expire_pins()
         if missing > self.ledger.num_evictable_blocks:
             return False
+        self.counters.num_demand_evictions += 1
         self.evict(missing)
         return True
 
