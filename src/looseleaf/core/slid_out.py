@@ -35,11 +35,6 @@ class SlidRows:
     key: int
 
     @property
-    def is_cold(self) -> bool:
-        """They only ever slid out of windows."""
-        return self.key < 0
-
-    @property
     def is_soft(self) -> bool:
         """A soft pin guards them."""
         return self.key >= SOFT_TICK // 2

@@ -383,6 +383,4 @@ def _goes_first(slid: SlidRows, leaf: Node | None, spare_soft: bool) -> bool:
     """True if rows of a sliding group go before the next leaf."""
     if leaf is None:
         return not (slid.is_soft and spare_soft)
-    if slid.is_cold or slid.is_soft or leaf.queue == "soft":
-        return not slid.is_soft
-    return slid.key < leaf.last_tick
+    return not slid.is_soft and (leaf.queue == "soft" or slid.key < leaf.last_tick)
