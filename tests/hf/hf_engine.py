@@ -66,7 +66,10 @@ class ModelKit:
         block = runner.memory.block_tokens
         self.cache = CacheManager(
             CacheConfig(
-                num_pages=num_blocks // blocks_per_page, page_tokens=block * blocks_per_page, block_tokens=block
+                num_pages=num_blocks // blocks_per_page,
+                page_tokens=block * blocks_per_page,
+                block_tokens=block,
+                groups=runner.info.groups,
             )
         )
         self.witness = Witness(runner)

@@ -74,8 +74,14 @@ class Bench:
     runner: HFRunner
 
     def kit(self, num_blocks: int, num_running: int = 16) -> ModelKit:
+        """`num_blocks` counts blocks of one lane; the pool has as many for each."""
+        num_blocks *= self.num_lanes
         assert num_blocks <= self.runner.num_blocks
         return ModelKit(self.runner, num_blocks, self.scale.config(num_running))
+
+    @property
+    def num_lanes(self) -> int:
+        return self.runner.memory.layout.lanes.num_lanes
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -87,7 +93,7 @@ def served_family(request: pytest.FixtureRequest) -> str:
 def bench(request: pytest.FixtureRequest, served_family: str) -> Iterator[Bench]:
     scale: Scale = request.param
     with HFRunner.load(
-        tiny_model(served_family), num_blocks=scale.roomy_blocks, block_tokens=BLOCK, num_threads=1
+        tiny_model(served_family), num_blocks=3 * scale.roomy_blocks, block_tokens=BLOCK, num_threads=1
     ) as runner:
         yield Bench(scale, tiny_model(served_family), runner)
 

@@ -73,7 +73,7 @@ def test_what_is_in_the_mask_only_is_found(registered: Callable[[], set[str]], m
     """A model that cuts attention by its mask only, in a way that is not known here, would be silently wrong; the
     self-test says so.
     """
-    monkeypatch.setattr(attention, "_history", lambda *_: LayerGroup())
+    monkeypatch.setattr(attention, "history_of", lambda *_: LayerGroup())
     with pytest.raises(UnsupportedModel, match=r"Llama4ForCausalLM.*differ.*attention_chunk_size 20"):
         load(tiny_model("llama4_text"))
     assert not registered()
@@ -153,7 +153,7 @@ def test_half_precision_that_is_too_large_to_widen(monkeypatch: pytest.MonkeyPat
     """Large half-precision models are tested as they are: good ones pass, chunked ones still fail."""
     monkeypatch.setattr(selftest, "MAX_WIDENED_BYTES", 0)
     load(tiny_model("qwen3").to(torch.bfloat16)).close()
-    monkeypatch.setattr(attention, "_history", lambda *_: LayerGroup())
+    monkeypatch.setattr(attention, "history_of", lambda *_: LayerGroup())
     with pytest.raises(UnsupportedModel, match="Llama4"):
         load(tiny_model("llama4_text").to(torch.bfloat16))
 

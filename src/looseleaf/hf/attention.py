@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from looseleaf.core.config import LayerGroup
 from looseleaf.errors import UnsupportedModel
 from looseleaf.hf.attention_backend import AttentionBackend, AttentionCall
+from looseleaf.hf.sizing import history_of
 from looseleaf.hf.step_plan import StepPlan
 from looseleaf.tensors import KVMemory, LayerShape
 
@@ -112,7 +113,7 @@ class PagedAttention:
         )
         if self._surveying:
             shape = LayerShape(call.keys.shape[1], call.keys.shape[2], call.values.shape[2])
-            history = _history(module, window, self._config)
+            history = history_of(self._config, getattr(module, "layer_idx", None), window)
             self.traits.append(LayerTraits(shape, history, window, call.sinks is not None))
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
         if self._step is None:
@@ -148,18 +149,6 @@ class PagedAttention:
 
     def _refusal(self, why: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, why)
-
-
-def _history(module: torch.nn.Module, window: int | None, config: PretrainedConfig | None) -> LayerGroup:
-    """What a layer looks back on: by the window it asks for, else by its layer type (some put it in the mask only)."""
-    kinds, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
-    kind = kinds[index] if isinstance(index, int) and index < len(kinds) else None
-    if window is None and kind == "sliding_attention":
-        window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
-    if window is not None:
-        return LayerGroup("window", window_tokens=window)
-    return LayerGroup() if chunk is None else LayerGroup("chunked", chunk_tokens=chunk)
 
 
 def _retuned(module: torch.nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,9 @@ class MemorySettings:
 
     def allocate(self, traits: Sequence[LayerTraits], model: PreTrainedModel) -> KVMemory:
         """Memory for layers of `traits` where the model is. ConfigError if none or both sizes are given, or no page."""
-        layout = layout_of(traits, self.dtype or model.dtype, self.block_tokens)
+        shapes = tuple(layer.shape for layer in traits)
+        lanes = plan_lanes([layer.history for layer in traits], shapes)
+        layout = KVLayout(shapes, lanes, self.dtype or model.dtype, self.block_tokens)
         if self.num_blocks is not None and self.kv_memory_bytes is None:
             num_blocks = self.num_blocks
         elif self.kv_memory_bytes is not None and self.num_blocks is None:
@@ -62,12 +64,6 @@ class MemorySettings:
         else:
             raise ConfigError("give the KV memory either as num_blocks or as kv_memory_bytes")
         return KVMemory(layout, num_blocks=num_blocks, device=model.device)
-
-
-def layout_of(traits: Sequence[LayerTraits], dtype: torch.dtype, block_tokens: int) -> KVLayout:
-    """The layout in which surveyed layers are kept. ConfigError if `dtype` cannot hold keys and values."""
-    shapes = tuple(layer.shape for layer in traits)
-    return KVLayout(shapes, plan_lanes([layer.history for layer in traits], shapes), dtype, block_tokens)
 
 
 class HFRunner:

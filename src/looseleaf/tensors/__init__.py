@@ -2,6 +2,15 @@
 
 from looseleaf.tensors.kv_memory import KVMemory
 from looseleaf.tensors.lanes import LanePlan, LayerPlace, LayerShape, plan_lanes
-from looseleaf.tensors.layout import KVLayout, num_blocks_for_bytes
+from looseleaf.tensors.layout import KVLayout, num_blocks_for_bytes, token_bytes
 
-__all__ = ["KVLayout", "KVMemory", "LanePlan", "LayerPlace", "LayerShape", "num_blocks_for_bytes", "plan_lanes"]
+__all__ = [
+    "KVLayout",
+    "KVMemory",
+    "LanePlan",
+    "LayerPlace",
+    "LayerShape",
+    "num_blocks_for_bytes",
+    "plan_lanes",
+    "token_bytes",
+]

@@ -49,27 +49,26 @@ class KVLayout:
         return row_shapes(self.shapes, [place.row for place in self.lanes.places])
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scale of one head's key or value; 0 without one."""
-        return SCALE_DTYPE.itemsize if self.dtype in QUANTISED else 0
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers, scales included; the padding of lanes is not."""
-        numbers = sum(shape.numbers_per_token for shape in self.shapes)
-        return numbers * self.dtype.itemsize + 2 * sum(shape.num_kv_heads for shape in self.shapes) * self.scale_bytes
+        return sum(token_bytes(shape.numbers_per_token, shape.num_kv_heads, self.dtype) for shape in self.shapes)
 
     @property
     def lane_bytes_per_token(self) -> int:
         """Bytes that one token takes in one lane, padding included: the same in every lane."""
-        numbers = sum(row.keys + row.values for row in self.rows)
-        return numbers * self.dtype.itemsize + 2 * sum(row.heads for row in self.rows) * self.scale_bytes
+        return sum(token_bytes(row.keys + row.values, row.heads, self.dtype) for row in self.rows)
 
     @property
     def fingerprint(self) -> str:
         """Equal layouts can exchange blocks: shapes, groups and places of the layers, dtype, tokens per block."""
         text = f"kv2|{self.shapes}|{self.lanes.groups}|{self.lanes.places}|{self.dtype}|{self.block_tokens}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def token_bytes(num_numbers: int, num_heads: int, dtype: torch.dtype) -> int:
+    """Bytes of one token in one layer: its K and V together have `num_numbers` numbers, and `num_heads` heads each."""
+    scale_bytes = 2 * num_heads * SCALE_DTYPE.itemsize if dtype in QUANTISED else 0
+    return num_numbers * dtype.itemsize + scale_bytes
 
 
 def num_blocks_for_bytes(memory_bytes: int, bytes_per_token: int, block_tokens: int, page_tokens: int) -> int:
