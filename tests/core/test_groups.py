@@ -143,10 +143,10 @@ def test_windows_only(make: MakeCache) -> None:
     assert cache.stats().active_blocks == 8
     lease.release()
     assert cache.match([*prompt(400), 1]).num_tokens == 400
-    for seed in range(1, 4):
+    for seed in range(1, 60):
         serve(cache, prompt(64, seed=seed), step=4).release()
     assert cache.match([*prompt(400), 1]).num_tokens == 0
-    assert cache.stats().num_nodes < 10
+    assert cache.stats().num_nodes <= cache.plan.num_blocks
 
 
 @pytest.mark.parametrize("num_tokens", [31, 32, 33, 34])
