@@ -143,9 +143,18 @@ def test_windows_only(make: MakeCache) -> None:
     assert cache.stats().active_blocks == 8
     lease.release()
     assert cache.match([*prompt(400), 1]).num_tokens == 400
-    for seed in range(1, 60):
+    for seed in range(1, 4):
         serve(cache, prompt(64, seed=seed), step=4).release()
     assert cache.match([*prompt(400), 1]).num_tokens == 0
+
+
+def test_no_empty_nodes_stay(make: MakeCache) -> None:
+    """A node of which no group holds anything is forgotten at once, however much its policy likes it."""
+    cache = make(16, groups=(LayerGroup("window", window_tokens=16),), policy="lfu")
+    for seed in range(1, 60):
+        for _ in range(4):
+            serve(cache, prompt(40, seed=seed), step=4).release()
+        serve(cache, prompt(40, seed=1000 + seed), step=4).release()
     assert cache.stats().num_nodes <= cache.plan.num_blocks
 
 
