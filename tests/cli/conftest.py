@@ -29,7 +29,7 @@ def fake_model() -> Iterator[LoadedModel]:
     """A fake model with memory for 512 tokens; at the end no step has read a wrong block."""
     num_blocks = MEMORY.num_pages * MEMORY.blocks_per_page
     runner = FakeRunner(num_blocks, MEMORY.block_tokens, alphabet=LETTERS)
-    yield LoadedModel("fake", runner, FakeTokenizer(), num_blocks)
+    yield LoadedModel("fake", runner, FakeTokenizer(), num_blocks, 8 * MEMORY.block_tokens)
     assert runner.mismatches == []
 
 

@@ -97,17 +97,25 @@ class FakeStats:
 
 def test_waste_is_weighted_with_time() -> None:
     """Waste = empty places over held places: unfilled and reserved-but-unwritten ones alike, by the steps' seconds."""
-    fake = FakeStats(active_blocks=10, waste=0.1, uncommitted_tokens=24)
+    fake = FakeStats(active_blocks=10, waste=0.1, uncommitted_tokens=12, num_lanes=2)
     observer = RecordingObserver()
     recorder = MemoryRecorder(fake, observer)  # type: ignore[arg-type]  # only stats() is asked
-    step = {"num_scheduled_tokens": 5, "num_running": 2, "num_waiting": 0, "schedule_seconds": 0.0}
+    step = {
+        "num_scheduled_tokens": 5,
+        "num_running": 2,
+        "num_waiting": 0,
+        "schedule_seconds": 0.0,
+        "commit_seconds": 0.0,
+    }
     recorder.on_step(seconds=3.0, **step)
     assert recorder.waste == pytest.approx((16 + 24) / 160)
-    fake.figures = {"active_blocks": 40, "waste": 0.0, "uncommitted_tokens": 0}
+    fake.figures = {"active_blocks": 40, "waste": 0.0, "uncommitted_tokens": 0, "num_lanes": 2}
     recorder.on_step(seconds=1.0, **step)
     assert recorder.waste == pytest.approx(3 * 40 / (3 * 160 + 640))
     assert recorder.mean_running_requests == 2.0
-    assert len(observer.named("on_step")) == 2
+    recorder.on_fork(num_tokens=7)
+    assert observer.named("on_step") == [{**step, "seconds": 3.0}, {**step, "seconds": 1.0}]
+    assert observer.named("on_fork") == [{"num_tokens": 7}]
     recorder.start()
     assert (recorder.waste, recorder.num_prefill_tokens) == (0.0, 0)
 
@@ -158,9 +166,9 @@ def test_the_scene_says_how_large_the_burst_is(fake_model: LoadedModel) -> None:
 
 
 def test_the_demo_has_room_for_its_pin() -> None:
-    """A quota of 30% of the demo's memory holds a policy of 1,000 tokens, with every request beside it."""
+    """A quota of 30% of the demo's memory holds a policy of 1,000 tokens in every lane, and every request beside it."""
     assert DEMO_MEMORY.num_pages is not None
-    memory_tokens = DEMO_MEMORY.num_pages * DEMO_MEMORY.page_tokens
+    memory_tokens = DEMO_MEMORY.num_pages * DEMO_MEMORY.page_tokens // 6
     assert memory_tokens * DEMO_MEMORY.pin_quota > 1000
     assert memory_tokens - 1000 > 1500 + MAX_ANSWER_TOKENS
 

@@ -30,6 +30,7 @@ for name in ("demo_model", "runner", "tokenizer"):
         setattr(stub, attribute, None)
 import looseleaf.cli.build as build
 from looseleaf.cli.main import app
+from looseleaf.core.config import LayerGroup
 from looseleaf.testing.fake_runner import FakeRunner
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
@@ -39,8 +40,9 @@ def load_model(model, memory, progress):
     time.sleep({loading})
     num_blocks = memory.kv_bytes // 8 // memory.block_tokens
     letters = tuple(range(ord("a"), ord("z") + 1))
-    runner = FakeRunner(num_blocks, memory.block_tokens, delay_seconds={delay}, alphabet=letters)
-    return build.LoadedModel("fake", runner, FakeTokenizer(), num_blocks, lambda: print("closed", flush=True))
+    runner = FakeRunner(num_blocks, memory.block_tokens, delay_seconds={delay}, alphabet=letters, groups={groups})
+    closed = lambda: print("closed", flush=True)
+    return build.LoadedModel("fake", runner, FakeTokenizer(), num_blocks, 8 * memory.block_tokens, closed)
 
 build.load_model = load_model
 assert "torch" not in sys.modules
@@ -49,12 +51,14 @@ app()
 
 
 @contextmanager
-def serving(*options: str, delay: float = 0.0, loading: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    *options: str, delay: float = 0.0, loading: float = 0.0, groups: str = "(LayerGroup(),)"
+) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own; killed at the end if it still runs."""
     command = [
         sys.executable,
         "-c",
-        PROGRAM.format(delay=delay, loading=loading),
+        PROGRAM.format(delay=delay, loading=loading, groups=groups),
         "serve",
         "--port",
         "0",
@@ -115,6 +119,21 @@ def test_startup_facts_add_up() -> None:
         assert facts["policy"] == "lfu"
         assert facts["max_model_tokens"] == 1000
         assert facts["pin_quota_tokens"] == 2048
+        assert facts["reserve_pages"] == 1
+        assert (facts["sequence_tokens"], facts["sequence_blocks"]) == (1000, 63)
+        assert facts["sequence_bytes"] == facts["sequence_all_bytes"] == 63 * 16 * 8
+
+
+def test_startup_facts_of_windows() -> None:
+    """Of a full lane and two that keep 64 tokens, a sequence of 1,000 tokens holds 63 blocks and twice 6 (the window,
+    and what is being written), of the 189 that it would take if every layer kept every token."""
+    groups = '(LayerGroup("full"), LayerGroup("window", window_tokens=64, num_lanes=2))'
+    with serving("--json", "--max-model-tokens", "1000", "--reserve-pages", "3", groups=groups) as process:
+        facts = read_json(process)
+        assert (facts["num_lanes"], facts["num_blocks"], facts["reserve_pages"]) == (3, 512, 3)
+        assert facts["sequence_blocks"] == 63 + 2 * 6
+        assert facts["sequence_all_bytes"] == 3 * 63 * 16 * 8
+        assert httpx.get(f"{facts['url']}/v1/cache/stats").json()["num_lanes"] == 3
 
 
 def test_the_printed_calls_work() -> None:
@@ -130,7 +149,8 @@ def test_the_printed_calls_work() -> None:
         found = re.search(r'base_url="(\S+)/v1"', text)
         assert found is not None
         assert f"curl {found.group(1)}/v1/completions" in text
-        assert "32 pages of 256 tokens = 8,192 tokens" in text
+        assert "64.0 KiB: 512 blocks in 1 lanes, 32 pages of 256 tokens" in text
+        assert "a sequence of 4,096 tokens takes 256 blocks (32.0 KiB), so 2 fit" in text
         with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none") as client:
             answer = client.completions.create(model="fake", prompt="The harbour", max_tokens=4)
         assert len(answer.choices[0].text) == 4

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from looseleaf.core.config import CacheConfig
+from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.async_engine import AsyncEngine
 from looseleaf.engine.config import EngineConfig
@@ -26,6 +26,7 @@ from looseleaf.testing.fake_runner import FakeRunner
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
 BLOCK_TOKENS = 16
+BLOCK_BYTES = 128
 LETTERS = tuple(range(ord("a"), ord("z") + 1))
 
 
@@ -141,19 +142,25 @@ async def make_server() -> AsyncIterator[MakeServer]:
             vllm_names: bool = False,
             max_running_requests: int = 64,
             max_model_tokens: int = 1024,
+            groups: tuple[LayerGroup, ...] = (LayerGroup("full"),),
             **runner_options: Any,
         ) -> Server:
             config = CacheConfig(
-                num_pages=num_pages, page_tokens=page_tokens, block_tokens=BLOCK_TOKENS, pin_quota=pin_quota
+                num_pages=num_pages,
+                page_tokens=page_tokens,
+                block_tokens=BLOCK_TOKENS,
+                pin_quota=pin_quota,
+                groups=groups,
+                layout="fake/1",
             )
             cache = CacheManager(config)
             tokenizer = tokenizer or FakeTokenizer()
             runner_options.setdefault("alphabet", LETTERS)
-            runner = FakeRunner(cache.plan.num_blocks, BLOCK_TOKENS, **runner_options)
+            runner = FakeRunner(cache.plan.num_blocks, BLOCK_TOKENS, groups=groups, **runner_options)
             metrics = Metrics(cache, model_name="fake", vllm_names=vllm_names)
             limits = EngineConfig(max_running_requests=max_running_requests, max_model_tokens=max_model_tokens)
             engine = CountingEngine(Engine(cache, runner, tokenizer, limits, observer=metrics))
-            app = create_app(engine, cache, tokenizer, "fake", metrics, settings)
+            app = create_app(engine, cache, tokenizer, "fake", metrics, settings, bytes_per_block=BLOCK_BYTES)
             await stack.enter_async_context(app.router.lifespan_context(app))
             http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
             to_openai = httpx.AsyncClient(transport=httpx.ASGITransport(app))

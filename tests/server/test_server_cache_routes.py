@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from looseleaf.core.reports import Fragmentation
 from looseleaf.core.stats import CacheStats
 
 pytestmark = pytest.mark.anyio
@@ -110,6 +111,22 @@ async def test_stats_are_all_fields(server):
     """The statistics route gives every field of `stats()`."""
     stats = await server.get("/v1/cache/stats")
     assert set(stats) == {field.name for field in fields(CacheStats)} | {"object"}
+
+
+async def test_fragmentation_comes_if_asked_for(server):
+    """Statistics with `?fragmentation=true` carry every field of `fragmentation()` under that key; three blocks taken
+    of the first page leave its other 13 free there, and a run that long or longer."""
+    await server.post("/v1/cache/warm", {"tokens": list(range(48))})
+    stats = await server.get("/v1/cache/stats?fragmentation=true")
+    cut = stats["fragmentation"]
+    assert set(cut) == {field.name for field in fields(Fragmentation)}
+    assert (cut["free_pages"], cut["partial_pages"], cut["full_pages"]) == (7, 1, 0)
+    assert cut["packing_degree"] == 3 / 16
+    assert cut["page_waste"] == 13 / 128
+    assert sum(cut["free_runs"].values()) >= 1
+    assert [(group["name"], group["held_blocks"], group["cached_blocks"]) for group in cut["groups"]] == [
+        ("full", 0, 3)
+    ]
 
 
 async def test_explanations(server):

@@ -30,7 +30,11 @@ BAD_BODIES = [
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 0}, "echo"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 129}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 0}, "best_of"),
+    (CHAT, {"messages": USER, "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "request_id": ""}, "request_id"),
     (COMPLETIONS, {"prompt": "a", "request_id": "a b"}, "request_id"),
@@ -48,6 +52,14 @@ BAD_BODIES = [
     ("/v1/pins", {"text": "a", "level": "firm"}, "level"),
     ("/v1/pins", {"text": "a", "ttl_seconds": 0}, "ttl_seconds"),
     ("/v1/cache/clear", {"all": True}, "all"),
+    ("/v1/cache/resize", {}, "num_pages"),
+    ("/v1/cache/resize", {"num_pages": 4, "kv_bytes": 4096}, "num_pages"),
+    ("/v1/cache/resize", {"num_pages": 0}, "num_pages"),
+    ("/v1/cache/resize", {"num_pages": "4"}, "num_pages"),
+    ("/v1/cache/resize", {"num_pages": 2**31}, "num_pages"),
+    ("/v1/cache/resize", {"num_blocks": 15}, "num_blocks"),
+    ("/v1/cache/resize", {"kv_bytes": 2047}, "kv_bytes"),
+    ("/v1/cache/resize", {"pages": 4}, "pages"),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from looseleaf.core.config import CacheConfig
+from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.stats import CacheStats
 from looseleaf.telemetry import Metrics
@@ -17,9 +17,22 @@ from looseleaf.telemetry.cache_collector import COUNTERS, FIELDS_FROM_PINS, GAUG
 from looseleaf.telemetry.vllm_names import RENAMED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
-UNITS = ("_tokens", "_blocks", "_pages", "_seconds", "_ratio", "_requests", "_leases", "_pins", "_namespaces", "_nodes")
+UNITS = (
+    "_tokens",
+    "_blocks",
+    "_bytes",
+    "_pages",
+    "_seconds",
+    "_ratio",
+    "_requests",
+    "_leases",
+    "_pins",
+    "_namespaces",
+    "_nodes",
+)
 COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
-          "looseleaf_pins", "looseleaf_namespaces")  # fmt: skip
+          "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes", "looseleaf_demand_evictions",
+          "looseleaf_free_runs", "looseleaf_table_bytes_per_token")  # fmt: skip
 
 
 @dataclass
@@ -109,6 +122,33 @@ def test_gauges_say_what_stats_say(cache, metrics):
     held.release()
 
 
+def test_fragmentation_says_which_group_wastes_what():
+    """A lease of 40 tokens in a full lane and two window lanes of 32 tokens: the scrape agrees with `fragmentation()`
+    in every figure, and names each group."""
+    groups = (LayerGroup("full"), LayerGroup("window", window_tokens=32, num_lanes=2))
+    cache = CacheManager(CacheConfig(num_pages=4, page_tokens=64, block_tokens=16, groups=groups))
+    metrics = Metrics(cache)
+    run_request(cache, list(range(100, 140)))
+    with cache.lease(list(range(40))) as lease:
+        lease.reserve(40)
+        cut = cache.fragmentation()
+        samples = scrape(metrics)
+    assert samples["looseleaf_page_waste_ratio", ()] == pytest.approx(cut.page_waste)
+    assert samples["looseleaf_packing_ratio", ()] == pytest.approx(cut.packing_degree)
+    assert samples["looseleaf_table_bytes", ()] == cut.table_bytes > 0
+    assert samples["looseleaf_table_bytes_per_token", ()] == pytest.approx(cut.table_bytes_per_token)
+    assert samples["looseleaf_lanes", ()] == 3
+    runs = {int(labels[0][1]): count for (name, labels), count in samples.items() if name == "looseleaf_free_runs"}
+    assert runs == cut.free_runs != {}
+    assert [group.held_blocks for group in cut.groups] == [3, 6]
+    for group in cut.groups:
+        name = ("group", group.name)
+        assert samples["looseleaf_group_waste_ratio", (name,)] == pytest.approx(group.waste)
+        assert group.waste == pytest.approx(8 / 48)
+        assert samples["looseleaf_group_blocks", (name, ("state", "active"))] == group.held_blocks
+        assert samples["looseleaf_group_blocks", (name, ("state", "cached"))] == group.cached_blocks > 0
+
+
 def test_counters_only_grow(cache, metrics):
     """[M125] After each of many requests, evictions and clears no counter is below what it was; a ratio is not reset
     by steps."""
@@ -116,7 +156,9 @@ def test_counters_only_grow(cache, metrics):
     for round_number in range(12):
         run_request(cache, [round_number, *range(47)])
         run_request(cache, list(range(60)))
-        metrics.on_step(num_scheduled_tokens=3, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001)
+        metrics.on_step(
+            num_scheduled_tokens=3, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001, commit_seconds=0
+        )
         if round_number == 8:
             cache.clear()
         now = scrape(metrics)
@@ -129,7 +171,9 @@ def test_counters_only_grow(cache, metrics):
     assert before["looseleaf_hit_tokens_total", ()] == stats.hit_tokens > 0
     ratio = value(metrics, "looseleaf_hit_ratio")
     for _ in range(100):
-        metrics.on_step(num_scheduled_tokens=1, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001)
+        metrics.on_step(
+            num_scheduled_tokens=1, num_running=1, num_waiting=0, seconds=0.01, schedule_seconds=0.001, commit_seconds=0
+        )
     assert value(metrics, "looseleaf_hit_ratio") == ratio == pytest.approx(stats.hit_tokens / stats.query_tokens)
 
 
@@ -149,8 +193,20 @@ def test_pins_by_owner_and_level(cache, metrics):
 def test_what_the_engine_reports(metrics):
     """Each call of the observer lands in its histogram or counter, in seconds and tokens."""
     metrics.on_first_token(seconds=0.2)
-    metrics.on_step(num_scheduled_tokens=100, num_running=2, num_waiting=1, seconds=0.05, schedule_seconds=0.002)
-    metrics.on_preempt(num_lost_tokens=30)
+    metrics.on_step(
+        num_scheduled_tokens=100,
+        num_running=2,
+        num_waiting=1,
+        seconds=0.05,
+        schedule_seconds=0.002,
+        commit_seconds=0.001,
+    )
+    metrics.on_preempt(cause="decode", num_lost_tokens=30, num_freed_blocks=2)
+    metrics.on_share(num_tokens=48)
+    for num_tokens in (40, 30):
+        metrics.on_fork(num_tokens=num_tokens)
+    metrics.on_resize(outcome="done", num_moved_blocks=5)
+    metrics.on_resize(outcome="refused")
     metrics.on_finish(
         reason="stop", num_prompt_tokens=50, num_cached_tokens=32, num_output_tokens=7, seconds=1.5, queue_seconds=0.5
     )
@@ -164,8 +220,16 @@ def test_what_the_engine_reports(metrics):
     assert samples["looseleaf_prompt_tokens_total"] == 50
     assert samples["looseleaf_cached_prompt_tokens_total"] == 32
     assert samples["looseleaf_output_tokens_total"] == 7
-    assert samples["looseleaf_preemptions_total"] == 1
+    assert samples["looseleaf_bookkeeping_seconds_sum"] == pytest.approx(0.003)
+    assert value(metrics, "looseleaf_preemptions_total", cause="decode") == 1
+    assert value(metrics, "looseleaf_preemptions_total", cause="prefill") == 0
     assert samples["looseleaf_preempted_tokens_total"] == 30
+    assert samples["looseleaf_preempted_blocks_total"] == 2
+    assert samples["looseleaf_shared_in_flight_tokens_total"] == 48
+    assert (samples["looseleaf_forks_total"], samples["looseleaf_forked_tokens_total"]) == (2, 70)
+    assert value(metrics, "looseleaf_resizes_total", outcome="done") == 1
+    assert value(metrics, "looseleaf_resizes_total", outcome="refused") == 1
+    assert samples["looseleaf_resize_moved_blocks_total"] == 5
     assert value(metrics, "looseleaf_finished_requests_total", reason="stop") == 1
 
 
@@ -186,6 +250,8 @@ def test_vllm_names_carry_the_same_numbers(cache, metrics):
     run_request(cache, list(range(40)))
     run_request(cache, list(range(40)))
     metrics.on_first_token(seconds=0.2)
+    for cause in ("decode", "prefill", "prefill"):
+        metrics.on_preempt(cause=cause, num_lost_tokens=1, num_freed_blocks=0)
     metrics.on_finish(
         reason="length", num_prompt_tokens=40, num_cached_tokens=32, num_output_tokens=9, seconds=1, queue_seconds=0
     )
@@ -198,13 +264,15 @@ def test_vllm_names_carry_the_same_numbers(cache, metrics):
                 "", "_total", "_bucket", "_count", "_sum", "_created"))  # fmt: skip
             suffix = name.removeprefix(RENAMED[ours])
             rest = tuple(label for label in labels if label[0] not in ("engine", "model_name"))
-            assert samples[ours + suffix, rest] == number
+            if ours != "looseleaf_preemptions":
+                assert samples[ours + suffix, rest] == number
             renamed += 1
     assert renamed > len(RENAMED)
     for name, expected in (
         ("vllm:prefix_cache_queries_total", 80),
         ("vllm:prefix_cache_hits_total", 32),
         ("vllm:generation_tokens_total", 9),
+        ("vllm:num_preemptions_total", 3),
         ("vllm:prompt_tokens_total", 40),
         ("vllm:time_to_first_token_seconds_count", 1),
     ):
@@ -219,8 +287,8 @@ def test_vllm_names_are_off_by_default(cache):
 def test_two_servers_in_one_process_do_not_mix(cache):
     """Each `Metrics` has a registry of its own."""
     first, second = Metrics(cache), Metrics(cache)
-    first.on_preempt(num_lost_tokens=1)
-    assert value(second, "looseleaf_preemptions_total") == 0
+    first.on_preempt(cause="decode", num_lost_tokens=1, num_freed_blocks=0)
+    assert value(second, "looseleaf_preemptions_total", cause="decode") == 0
 
 
 def test_openmetrics_if_asked(metrics):
@@ -237,7 +305,7 @@ def test_counting_while_scraping(metrics):
 
     def count() -> None:
         for _ in range(2000):
-            metrics.on_preempt(num_lost_tokens=1)
+            metrics.on_preempt(cause="decode", num_lost_tokens=1, num_freed_blocks=0)
 
     threads = [threading.Thread(target=count) for _ in range(3)]
     for thread in threads:
@@ -246,4 +314,4 @@ def test_counting_while_scraping(metrics):
         scrape(metrics)
     for thread in threads:
         thread.join()
-    assert value(metrics, "looseleaf_preemptions_total") == 6000
+    assert value(metrics, "looseleaf_preemptions_total", cause="decode") == 6000

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -25,13 +26,15 @@ from looseleaf.server import ServerSettings, create_app
 from looseleaf.telemetry import Metrics
 
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
+MIN_PAGES_FOR_RESERVE = 16
 PREPARING_SHARE = 0.8
 """Share of the progress bar for getting the demo model; the rest is loading it."""
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """KV memory as asked for: `kv_bytes` in all, or `num_pages` whatever a token takes; and how it is cut and kept."""
+    """KV memory as asked for: `kv_bytes` in all, or `num_pages` whatever a token takes; and how it is cut and kept.
+    `reserve_pages` None: 2% of the pages, none of a pool of fewer than 16."""
 
     kv_bytes: int | None = None
     num_pages: int | None = None
@@ -39,34 +42,40 @@ class MemorySettings:
     block_tokens: int = 16
     policy: str = "lru"
     pin_quota: float = 0.30
+    reserve_pages: int | None = 0
 
     @property
     def blocks_per_page(self) -> int:
         """Blocks of a page."""
         return self.page_tokens // self.block_tokens
 
-    def cache_config(self, num_pages: int) -> CacheConfig:
-        """The cache of `num_pages` pages.
+    def cache_config(self, num_pages: int, **of_model: Any) -> CacheConfig:
+        """The cache of `num_pages` pages. `of_model`: its `groups` and `layout`.
 
         Raises:
             ConfigError: values that do not go together.
         """
+        default_reserve = max(1, num_pages // 50) if num_pages >= MIN_PAGES_FOR_RESERVE else 0
         return CacheConfig(
             num_pages=num_pages,
             page_tokens=self.page_tokens,
             block_tokens=self.block_tokens,
             policy=self.policy,
             pin_quota=self.pin_quota,
+            reserve_pages=default_reserve if self.reserve_pages is None else self.reserve_pages,
+            **of_model,
         )
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model, and how it runs. `source`: a folder or hub id; None for the demo model."""
+    """Which model, and how it runs. `source`: a folder or hub id; None for the demo model. `kv_dtype`: how keys and
+    values are stored."""
 
     source: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class LoadedModel:
     runner: ModelRunner
     tokenizer: Tokenizer
     num_blocks: int
+    bytes_per_block: int
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -107,7 +117,7 @@ def load_model(model: ModelSettings, memory: MemorySettings, progress: Progress 
         ConfigError: settings that cannot be, or memory for less than a page.
         ModelError: the model cannot be found, loaded or served.
     """
-    memory.cache_config(num_pages=1)
+    memory.cache_config(num_pages=max(1, memory.reserve_pages or 0))
     report = progress or (lambda _stage, _fraction: None)
     source = model.source or demo_model_dir(lambda stage, fraction: report(stage, PREPARING_SHARE * fraction))
     report("loading the model and checking how it is served", PREPARING_SHARE)
@@ -122,9 +132,11 @@ def load_model(model: ModelSettings, memory: MemorySettings, progress: Progress 
             page_tokens=memory.page_tokens,
             device=model.device,
             dtype=model.dtype,
+            kv_dtype=model.kv_dtype,
             extra_eos_token_ids=tokenizer.eos_token_ids,
         )
-    return LoadedModel(model_name(model.source), runner, tokenizer, runner.num_blocks, runner.close)
+    name, blocks = model_name(model.source), runner.memory
+    return LoadedModel(name, runner, tokenizer, blocks.num_blocks, blocks.bytes_per_block, runner.close)
 
 
 def model_name(source: str | None) -> str:
@@ -152,9 +164,12 @@ def build_stack(
     Raises:
         ConfigError: settings that do not go together.
     """
-    cache = CacheManager(memory.cache_config(model.num_blocks // memory.blocks_per_page))
+    num_pages, info = model.num_blocks // memory.blocks_per_page, model.runner.info
+    cache = CacheManager(memory.cache_config(num_pages, groups=info.groups, layout=info.kv_layout))
     metrics = Metrics(cache, model_name=model.name, vllm_names=vllm_metrics)
     observer = metrics if observe is None else observe(cache, metrics)
     engine = AsyncEngine(Engine(cache, model.runner, model.tokenizer, engine_config, observer=observer))
-    app = create_app(engine, cache, model.tokenizer, model.name, metrics, server_settings)
+    app = create_app(
+        engine, cache, model.tokenizer, model.name, metrics, server_settings, bytes_per_block=model.bytes_per_block
+    )
     return Stack(model, cache, metrics, engine, app)

@@ -24,15 +24,32 @@ ModelArgument = Annotated[
     str | None, typer.Argument(help="Folder or hub id of a decoder-only model. Without it: the demo model.")
 ]
 KvMemoryOption = Annotated[
-    str | None, typer.Option(help="Memory for keys and values: 512MiB, 2GiB. Default: a quarter of RAM, at most 2GiB.")
+    str | None,
+    typer.Option(
+        help="Memory for keys and values: 512MiB, 2GiB; what fits is said at the start. "
+        "Default: a quarter of RAM, at most 2GiB."
+    ),
+]
+KvDtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="How keys and values are stored: auto (as the model computes), float32, bfloat16, float16, or in 8 bits "
+        "with a scale per token and head: int8, fp8."
+    ),
+]
+ReservePagesOption = Annotated[
+    int | None,
+    typer.Option(help="Whole pages kept free ahead of need. Default: 2% of the pages, none of fewer than 16."),
 ]
 MaxModelTokensOption = Annotated[
     int | None, typer.Option(help="Limit on prompt and output together. Default: the model's own.")
 ]
 AdminKeyOption = Annotated[
-    str | None, typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming and clearing then need.")
+    str | None,
+    typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming, clearing and resizing then need."),
 ]
 _DEFAULTS = EngineConfig()
+EXAMPLE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -55,11 +72,13 @@ def serve(
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page, the unit of memory.")] = 256,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block, the unit of sharing.")] = 16,
     pin_quota: Annotated[float, typer.Option(help="Share of the memory that pins may hold, 0 to 1.")] = 0.30,
+    reserve_pages: ReservePagesOption = None,
     policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = "lru",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")
     ] = "auto",
+    kv_dtype: KvDtypeOption = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     max_running_requests: Annotated[
@@ -85,8 +104,9 @@ def serve(
             block_tokens=block_tokens,
             policy=policy,
             pin_quota=pin_quota,
+            reserve_pages=reserve_pages,
         )
-        model_settings = build.ModelSettings(model, device, dtype)
+        model_settings = build.ModelSettings(model, device, dtype, kv_dtype)
         server = build.ServerSettings(admin_key=admin_key)
         run(ServeSettings(model_settings, memory, limits, server, vllm_metrics, host, port, as_json))
 
@@ -122,8 +142,14 @@ def run(settings: ServeSettings) -> None:
 
 
 def startup_facts(stack: Stack, url: str) -> dict[str, Any]:
-    """What a person or program wants to know of a server that has just started."""
-    plan, info = stack.cache.plan, stack.model.runner.info
+    """What a person or program wants to know of a server that has just started.
+
+    `sequence_…`: what one sequence of `sequence_tokens` holds while it is generated, against a memory in which every
+    layer keeps every token (`sequence_all_bytes`).
+    """
+    plan, info, block_bytes = stack.cache.plan, stack.model.runner.info, stack.model.bytes_per_block
+    sequence_tokens = min(EXAMPLE_TOKENS, stack.engine.engine.max_model_tokens)
+    sequence_blocks = plan.blocks_for(sequence_tokens, 1)
     return {
         "url": url,
         "model": stack.model.name,
@@ -132,23 +158,35 @@ def startup_facts(stack: Stack, url: str) -> dict[str, Any]:
         "page_tokens": stack.cache.config.page_tokens,
         "block_tokens": plan.block_tokens,
         "num_tokens": plan.num_tokens,
-        "kv_bytes": plan.num_tokens * info.bytes_per_token,
+        "num_blocks": plan.num_blocks,
+        "num_lanes": plan.num_lanes,
+        "kv_bytes": plan.num_blocks * block_bytes,
         "bytes_per_token": info.bytes_per_token,
+        "sequence_tokens": sequence_tokens,
+        "sequence_blocks": sequence_blocks,
+        "sequence_bytes": sequence_blocks * block_bytes,
+        "sequence_all_bytes": -(-sequence_tokens // plan.block_tokens) * plan.num_lanes * block_bytes,
+        "reserve_pages": stack.cache.config.reserve_pages,
         "policy": stack.cache.config.policy,
-        "pin_quota_tokens": plan.quota_blocks * plan.block_tokens,
+        "pin_quota_tokens": plan.quota_blocks // plan.num_lanes * plan.block_tokens,
     }
 
 
 def print_welcome(facts: dict[str, Any]) -> None:
     """The start-up facts for people, and how to call the server."""
     url, name = facts["url"], facts["model"]
+    used, everything = format_bytes(facts["sequence_bytes"]), format_bytes(facts["sequence_all_bytes"])
+    instead = "" if used == everything else f"; {everything} if every layer kept every token"
     stdout_console().print(
         f"looseleaf serves {name} at {url}\n"
-        f"  memory   {facts['num_pages']} pages of {facts['page_tokens']} tokens = {facts['num_tokens']:,} tokens, "
-        f"{format_bytes(facts['kv_bytes'])} ({format_bytes(facts['bytes_per_token'])} a token)\n"
+        f"  memory   {format_bytes(facts['kv_bytes'])}: {facts['num_blocks']:,} blocks in {facts['num_lanes']} lanes, "
+        f"{facts['num_pages']:,} pages of {facts['page_tokens']} tokens\n"
+        f"           a sequence of {facts['sequence_tokens']:,} tokens takes {facts['sequence_blocks']:,} blocks "
+        f"({used}{instead}), so {facts['num_blocks'] // facts['sequence_blocks']:,} fit\n"
         f"  limits   {facts['max_model_tokens']:,} tokens a request, "
         f"{facts['pin_quota_tokens']:,} tokens can be pinned\n"
-        f"  policy   {facts['policy']}, blocks of {facts['block_tokens']} tokens\n\n"
+        f"  policy   {facts['policy']}, blocks of {facts['block_tokens']} tokens, "
+        f"{facts['reserve_pages']} pages kept free ahead of need\n\n"
         f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
         f'    -d \'{{"model": "{name}", "prompt": "The harbour at dawn", "max_tokens": 32}}\'\n\n'
         f"  from openai import OpenAI\n"

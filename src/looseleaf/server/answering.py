@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from fastapi import Request
@@ -34,17 +35,22 @@ def check_supported(context: ServerContext, body: GenerationBody, num_prompts: i
     """Refuse what would be answered wrongly.
 
     Raises:
-        ApiError: 404 for another model, 400 for a field that is not supported or too many choices.
+        ApiError: 404 for another model, 400 for a field that is not supported or a number of choices that cannot be.
     """
     context.check_model(body.model)
     field = body.unsupported_field()
     if field is not None:
         raise ApiError(f"{field} is not supported", code="unsupported_parameter", param=field)
-    num_choices = num_prompts * body.num_choices
-    if num_choices > context.settings.max_choices:
+    field = "n" if body.num_samples == body.num_choices else "best_of"
+    num_samples = num_prompts * body.num_samples
+    if num_samples > context.settings.max_choices:
         most = context.settings.max_choices
-        message = f"{num_choices} choices are asked for; at most {most} are answered at once"
-        raise ApiError(message, code="invalid_value", param="n")
+        message = f"{num_samples} choices are asked for; at most {most} are generated at once"
+        raise ApiError(message, code="invalid_value", param=field)
+    if body.num_samples < body.num_choices or (body.stream and field == "best_of"):
+        message = f"the best {body.num_choices} of {body.num_samples} choices cannot be chosen"
+        hint = "give best_of at least n, and no best_of with stream: a choice is the best only once all have ended"
+        raise ApiError(f"{message}\nhint: {hint}", code="invalid_value", param=field)
 
 
 async def answer(
@@ -66,7 +72,7 @@ async def answer(
         LooseleafError: the engine refuses or fails a request.
     """
     namespace = caller.namespace(body.cache_salt)
-    requests = _requests(body, answer_format.answer_id, prompts, max_tokens, namespace, stops)
+    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, namespace, stops)
     pins = context.request_pins
     wishes = _wishes(context, body, prompts, marked)
     outcomes = [pins.grant(wish, namespace=namespace, owner=caller.name) for wish in wishes]
@@ -74,12 +80,12 @@ async def answer(
     if outcomes:
         headers[PIN_HEADER] = pins.describe(outcomes)
     try:
-        generation = Generation(context.engine, requests)
+        generation = Generation(context.engine, samples)
     except BaseException:
         pins.revoke(outcomes)
         raise
     pins.keep(outcomes)
-    for item in requests:
+    for item in chain.from_iterable(samples):
         context.directory.record(item.request_id, caller)
     if body.stream:
         events = _events(generation, answer_format, body.wants_usage_event)
@@ -90,30 +96,33 @@ async def answer(
     return JSONResponse(answer_format.answer(results), headers=headers)
 
 
-def _requests(
+def _samples(
     body: GenerationBody,
     answer_id: str,
     prompts: Sequence[list[int]],
     max_tokens: int,
     namespace: str,
     stops: tuple[str, ...],
-) -> list[GenerationRequest]:
-    """One engine request per choice; choice c of prompt p is number p * n + c. A lone one carries the answer's id
-    itself, several carry `id-0`, `id-1`, …; a seed is moved on by the number of the choice."""
+) -> list[list[GenerationRequest]]:
+    """For each prompt one engine request per choice; choice c of prompt p is number p * num_samples + c. A lone one
+    carries the answer's id itself, several carry `id-0`, `id-1`, …; a seed is moved on by the number of the choice."""
     asked = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
     if asked.get("top_k") == -1:
         asked["top_k"] = 0
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    params = SamplingParams(max_tokens=max_tokens, stop=stop + stops, num_logprobs=body.num_logprobs, **asked)
-    total = len(prompts) * body.num_choices
-    requests = []
+    num_samples, num_logprobs = body.num_samples, body.num_logprobs
+    if num_logprobs is None and num_samples > body.num_choices:
+        num_logprobs = 0  # the best are chosen by them
+    params = SamplingParams(max_tokens=max_tokens, stop=stop + stops, num_logprobs=num_logprobs, **asked)
+    total = len(prompts) * num_samples
+    samples: list[list[GenerationRequest]] = [[] for _ in prompts]
     for index in range(total):
-        prompt, choice = divmod(index, body.num_choices)
+        prompt, choice = divmod(index, num_samples)
         request_id = answer_id if total == 1 else f"{answer_id}-{index}"
         seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
         reuse = body.reuse is not False
-        requests.append(GenerationRequest(request_id, prompts[prompt], seeded, namespace, reuse))
-    return requests
+        samples[prompt].append(GenerationRequest(request_id, prompts[prompt], seeded, namespace, reuse))
+    return samples
 
 
 def _wishes(

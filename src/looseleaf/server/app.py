@@ -28,10 +28,12 @@ def create_app(
     model_name: str,
     metrics: Metrics,
     settings: ServerSettings | None = None,
+    *,
+    bytes_per_block: int,
     cache_clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The ASGI app. `engine` runs over `cache` and reports to `metrics`; it is started with the app and stopped with
-    it. Several apps in one process do not know of each other."""
+    """The ASGI app. `engine` runs over `cache`, each block of which stands for `bytes_per_block`, and reports to
+    `metrics`; it is started with the app and stopped with it. Several apps in one process do not know of each other."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -50,6 +52,7 @@ def create_app(
         model_name=model_name,
         metrics=metrics,
         settings=settings or ServerSettings(),
+        bytes_per_block=bytes_per_block,
         request_pins=RequestPins(cache),
         directory=RequestDirectory(),
         cache_clock=cache_clock,

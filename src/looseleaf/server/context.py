@@ -21,7 +21,8 @@ from looseleaf.telemetry import Metrics
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The objects behind one app. `cache_clock` is the clock that `cache` reads; `created` is in Unix seconds."""
+    """The objects behind one app. `bytes_per_block`: memory behind a block of `cache`; `cache_clock`: the clock that
+    `cache` reads; `created`: Unix seconds."""
 
     engine: AsyncEngine
     cache: CacheManager
@@ -29,6 +30,7 @@ class ServerContext:
     model_name: str
     metrics: Metrics
     settings: ServerSettings
+    bytes_per_block: int
     request_pins: RequestPins
     directory: RequestDirectory
     cache_clock: Callable[[], float]

@@ -15,12 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from looseleaf.errors import (
+    CapacityError,
     ConfigError,
     DuplicateRequest,
     LifecycleError,
     LooseleafError,
     OutOfBlocks,
-    PinQuotaExceeded,
     PromptTooLong,
     RequestError,
     UnknownPin,
@@ -35,8 +35,8 @@ _STATUS_OF_ERROR: Mapping[type[LooseleafError], int] = {
     RequestError: 400,
     ConfigError: 400,
     PromptTooLong: 400,
-    PinQuotaExceeded: 409,
     OutOfBlocks: 503,
+    CapacityError: 409,
     UnknownPin: 404,
     UnknownRequest: 404,
     LifecycleError: 503,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -60,9 +61,10 @@ class AnswerFormat(ABC):
         return {**self._wrap([]), "usage": self._usage(usages)}
 
     def answer(self, results: Sequence[Sequence[OutputDelta]]) -> dict[str, Any]:
-        """The whole answer, from the deltas of each choice."""
+        """The whole answer, from the deltas of each sample; the best `num_choices` of each prompt's are its choices."""
         choices = []
-        for index, deltas in enumerate(results):
+        body = self._body
+        for index, deltas in enumerate(best_samples(results, body.num_samples, body.num_choices)):
             whole = self._whole(self._starts[index] + "".join(delta.text for delta in deltas))
             logprobs = self._wanted_logprobs(index, deltas)
             choices.append(self._choice(index, whole, logprobs, deltas[-1].finish_reason))
@@ -82,8 +84,8 @@ class AnswerFormat(ABC):
         return None if self._body.num_logprobs is None else self._logprobs(deltas, self._num_sent[index])
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has, and its cached tokens are those of its first choice."""
-        firsts = usages[:: self._body.num_choices]
+        """A prompt counts once, however many samples it has, and its cached tokens are those of the first of them."""
+        firsts = usages[:: self._body.num_samples]
         num_prompt_tokens = sum(usage.num_prompt_tokens for usage in firsts)
         num_output_tokens = sum(usage.num_output_tokens for usage in usages)
         return {
@@ -92,6 +94,25 @@ class AnswerFormat(ABC):
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in firsts)},
         }
+
+
+def best_samples(
+    results: Sequence[Sequence[OutputDelta]], num_samples: int, num_choices: int
+) -> list[Sequence[OutputDelta]]:
+    """Of each `num_samples` results in a row the `num_choices` with the highest mean log-probability of a token, best
+    first; all in their order if all are wanted. A result without tokens comes last."""
+    if num_samples == num_choices:
+        return list(results)
+    chosen: list[Sequence[OutputDelta]] = []
+    for start in range(0, len(results), num_samples):
+        ranked = sorted(results[start : start + num_samples], key=_mean_logprob, reverse=True)
+        chosen += ranked[:num_choices]
+    return chosen
+
+
+def _mean_logprob(deltas: Sequence[OutputDelta]) -> float:
+    logprobs = [item.logprob for delta in deltas for item in delta.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 class CompletionFormat(AnswerFormat):

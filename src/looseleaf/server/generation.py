@@ -27,16 +27,16 @@ class ChoiceDelta:
 class Generation:
     """The choices of one HTTP request, running in the engine. Belongs to the event loop."""
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
-        """Submit all, or none.
+    def __init__(self, engine: AsyncEngine, samples: Sequence[Sequence[GenerationRequest]]) -> None:
+        """Submit all, or none. `samples`: for each prompt the requests that share it; choices are numbered through.
 
         Raises:
-            PromptTooLong, InvalidTokens, DuplicateRequest, LifecycleError: as `AsyncEngine.submit`.
+            PromptTooLong, InvalidTokens, DuplicateRequest, LifecycleError: as `AsyncEngine.submit_samples`.
         """
         self._streams: list[OutputStream] = []
         try:
-            for request in requests:
-                self._streams.append(engine.submit(request))
+            for requests in samples:
+                self._streams += engine.submit_samples(requests)
         except BaseException:
             self.close()
             raise

@@ -138,6 +138,11 @@ class GenerationBody(BaseModel):
         return self.n or 1
 
     @property
+    def num_samples(self) -> int:
+        """Choices that are generated for each prompt; the best `num_choices` of them are answered."""
+        return self.num_choices
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives wanted at each token; None without log-probabilities."""
         return None
@@ -154,11 +159,20 @@ class GenerationBody(BaseModel):
 
 
 class CompletionBody(GenerationBody):
-    """Prompts to continue: texts or token ids; one alone is taken as a list of one. `max_tokens` 0 only prefills."""
+    """Prompts to continue: texts or token ids; one alone is taken as a list of one. `max_tokens` 0 only prefills.
+
+    `best_of` generates so many choices for each prompt and answers the `n` of highest mean log-probability.
+    """
 
     prompt: Prompts
+    best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """As `GenerationBody.num_samples`."""
+        return self.best_of or self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -232,3 +246,13 @@ class ClearBody(BaseModel):
 
     cache_salt: str | None = None
     include_pins: bool = False
+
+
+class ResizeBody(BaseModel):
+    """The pool's new size: exactly one of pages, blocks, and bytes; the last two are rounded down to whole pages."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_pages: int | None = Field(default=None, ge=1, lt=2**31)
+    num_blocks: int | None = Field(default=None, ge=1, lt=2**31)
+    kv_bytes: int | None = Field(default=None, ge=1)

@@ -21,7 +21,7 @@ class ApiKey:
 class ServerSettings:
     """What the server allows.
 
-    `admin_key`: needed for pins, warming and clearing where set. `api_keys`: with any, every `/v1` route
+    `admin_key`: needed for pins, warming, clearing and resizing where set. `api_keys`: with any, every `/v1` route
     needs one. `chat_output_tokens`: most tokens of a chat answer that names no limit. `max_choices`: choices
     of one request, over all of its prompts. `request_pins`: whether requests may ask for a pin
     (`prompt_cache_retention`, `cache_control`). `max_request_pin_seconds`: longest life of such a pin.

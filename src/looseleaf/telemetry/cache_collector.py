@@ -37,6 +37,16 @@ COUNTERS = (
     CacheSample("stored_tokens", "looseleaf_stored_tokens", "Tokens that became reusable."),
     CacheSample("evicted_tokens", "looseleaf_evicted_tokens", "Cached tokens forgotten to make room."),
     CacheSample("cleared_tokens", "looseleaf_cleared_tokens", "Cached tokens forgotten because somebody asked for it."),
+    CacheSample(
+        "num_demand_evictions",
+        "looseleaf_demand_evictions",
+        "Reservations that had to evict, since not enough was kept free ahead of need.",
+    ),
+    CacheSample(
+        "slid_out_blocks",
+        "looseleaf_slid_out_blocks",
+        "Blocks evicted of window and chunked groups whose prefix stayed in the others.",
+    ),
     CacheSample("num_expired_pins", "looseleaf_expired_pins", "Pins that ran out."),
     CacheSample("num_refused_pins", "looseleaf_refused_pins", "Pins that the quota did not allow."),
 )
@@ -49,6 +59,7 @@ GAUGES = (
     CacheSample("partial_pages", "looseleaf_pages", _PAGES, "partial"),
     CacheSample("full_pages", "looseleaf_pages", _PAGES, "full"),
     CacheSample("num_blocks", "looseleaf_pool_blocks", "Blocks of the pool."),
+    CacheSample("num_lanes", "looseleaf_lanes", "Lanes of all layer groups: blocks that hold the same tokens."),
     CacheSample("free_blocks", "looseleaf_blocks", _BLOCKS, "free"),
     CacheSample("active_blocks", "looseleaf_blocks", _BLOCKS, "active"),
     CacheSample("cached_blocks", "looseleaf_blocks", _BLOCKS, "cached"),
@@ -101,6 +112,38 @@ class CacheCollector(Collector):
             num_pins.add_metric(key, len(tokens))
             num_tokens.add_metric(key, sum(tokens))
         yield from (num_pins, num_tokens)
+
+
+class FragmentationCollector(Collector):
+    """Turns `fragmentation()`, which takes milliseconds, into metric families at each scrape."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """How the memory is cut up, all from one call; by layer group where there can be several."""
+        cut = self._cache.fragmentation()
+        plain = (
+            ("page_waste_ratio", "Free blocks in partly used pages, as a share of all blocks.", cut.page_waste),
+            ("packing_ratio", "Taken blocks, as a share of all blocks in pages that have any.", cut.packing_degree),
+            ("table_bytes", "Bookkeeping: block tables, counts, masks.", float(cut.table_bytes)),
+            ("table_bytes_per_token", "The same by token that the pool has room for.", cut.table_bytes_per_token),
+        )
+        for name, documentation, value in plain:
+            yield GaugeMetricFamily(f"looseleaf_{name}", documentation, value=value)
+        help_of_runs = "Runs of adjacent free blocks, by the largest power of two of blocks that fits."
+        runs = GaugeMetricFamily("looseleaf_free_runs", help_of_runs, labels=["blocks"])
+        for length, count in cut.free_runs.items():
+            runs.add_metric([str(length)], count)
+        help_of_waste = "Share of token places in a group's held blocks that no reserved token fills, 0 to 1."
+        waste = GaugeMetricFamily("looseleaf_group_waste_ratio", help_of_waste, labels=["group"])
+        help_of_blocks = "Blocks of a layer group: active (held by a lease), cached (held by none)."
+        blocks = GaugeMetricFamily("looseleaf_group_blocks", help_of_blocks, labels=["group", "state"])
+        for group in cut.groups:
+            waste.add_metric([group.name], group.waste)
+            blocks.add_metric([group.name, "active"], group.held_blocks)
+            blocks.add_metric([group.name, "cached"], group.cached_blocks)
+        yield from (runs, waste, blocks)
 
 
 def _owner_and_level(pin: Pin) -> list[str]:

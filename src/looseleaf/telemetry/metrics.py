@@ -17,13 +17,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
-from looseleaf.telemetry.cache_collector import CacheCollector
+from looseleaf.telemetry.cache_collector import CacheCollector, FragmentationCollector
 from looseleaf.telemetry.vllm_names import VllmNames
 
 SECONDS_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0,
 )  # fmt: skip
+BOOKKEEPING_BUCKETS = (0.0001, 0.00025, 0.0005, *SECONDS_BUCKETS[:8])
 TOKEN_BUCKETS = tuple(float(4**power) for power in range(10))
+PREEMPTION_CAUSES = ("decode", "prefill")
+"""No block for the next token; no blocks for the next part of a prompt. Exported from the start, as 0."""
 
 
 class EngineLoad(Protocol):
@@ -71,36 +74,45 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._load = _LoadCollector()
         asked: list[Collector] = [CacheCollector(cache), self._load]
-        for source in asked:
+        for source in (*asked, FragmentationCollector(cache)):
             self.registry.register(source)
         seconds, counter = self._seconds, self._counter
         self._first_token = seconds("time_to_first_token", "From arrival of a request to its first token.")
         self._request = seconds("request", "From arrival of a request to its end.")
         self._queue = seconds("queue", "From arrival of a request to its first admission.")
         self._step = seconds("step", "One step: plan, forward pass, commit.")
-        self._schedule = seconds("schedule", "The plan of one step.")
+        self._schedule = seconds("schedule", "The plan of one step.", BOOKKEEPING_BUCKETS)
+        help_of_bookkeeping = "What a step takes besides the model for memory: its plan, and the commit."
+        self._bookkeeping = seconds("bookkeeping", help_of_bookkeeping, BOOKKEEPING_BUCKETS)
         self._step_tokens = Histogram(
             "looseleaf_step_tokens", "Tokens computed in one step.", buckets=TOKEN_BUCKETS, registry=self.registry
         )
-        self._finished = Counter(
-            "looseleaf_finished_requests", "Requests that ended, by reason.", ["reason"], registry=self.registry
-        )
+        self._finished = counter("finished_requests", "Requests that ended, by reason.", "reason")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests, cached ones included.")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens of ended requests taken from the cache.")
         self._output = counter("output_tokens", "Generated tokens of ended requests.")
-        self._preemptions = counter("preemptions", "Running requests whose blocks were taken.")
+        self._preemptions = counter("preemptions", "Running requests whose blocks were taken, by cause.", "cause")
         self._lost = counter("preempted_tokens", "Computed tokens that preemptions threw away.")
+        self._freed = counter("preempted_blocks", "Blocks that preemptions made available.")
+        self._shared = counter("shared_in_flight_tokens", "Prompt tokens that another request computed just then.")
+        self._forks = counter("forks", "Samples that went on from another request's prompt.")
+        self._forked = counter("forked_tokens", "Prompt tokens that they did not compute.")
+        self._resizes = counter("resizes", "Changes of the pool's size, by outcome.", "outcome")
+        self._moved = counter("resize_moved_blocks", "Blocks copied to another place since the pool changed its size.")
+        for cause in PREEMPTION_CAUSES:
+            self._preemptions.labels(cause=cause)
+        for outcome in ("done", "refused"):
+            self._resizes.labels(outcome=outcome)
         if vllm_names:
             timed = (self._first_token, self._request, self._queue)
             counted = (self._prompt, self._output, self._preemptions)
             self.registry.register(VllmNames([*asked, *timed, *counted], model_name))
 
-    def _seconds(self, name: str, documentation: str) -> Histogram:
-        name = f"looseleaf_{name}_seconds"
-        return Histogram(name, documentation, buckets=SECONDS_BUCKETS, registry=self.registry)
+    def _seconds(self, name: str, documentation: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
+        return Histogram(f"looseleaf_{name}_seconds", documentation, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(f"looseleaf_{name}", documentation, registry=self.registry)
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"looseleaf_{name}", documentation, labels, registry=self.registry)
 
     def watch(self, load: EngineLoad) -> None:
         """Ask `load` for running and waiting requests at each scrape."""
@@ -112,12 +124,21 @@ class Metrics:
         return Exposition(encode(self.registry), content_type)
 
     def on_step(
-        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
+        self,
+        *,
+        num_scheduled_tokens: int,
+        num_running: int,
+        num_waiting: int,
+        seconds: float,
+        schedule_seconds: float,
+        commit_seconds: float,
     ) -> None:
-        """One step took `seconds`, of them `schedule_seconds` for its plan. Load is read at the scrape."""
+        """One step took `seconds`, of them `schedule_seconds` before the model ran and `commit_seconds` to note what it
+        wrote. Load is read at the scrape."""
         del num_running, num_waiting
         self._step.observe(seconds)
         self._schedule.observe(schedule_seconds)
+        self._bookkeeping.observe(schedule_seconds + commit_seconds)
         self._step_tokens.observe(num_scheduled_tokens)
 
     def on_first_token(self, *, seconds: float) -> None:
@@ -142,7 +163,23 @@ class Metrics:
         self._request.observe(seconds)
         self._queue.observe(queue_seconds)
 
-    def on_preempt(self, *, num_lost_tokens: int) -> None:
-        """A running request lost its blocks, and with them `num_lost_tokens` computed tokens."""
-        self._preemptions.inc()
+    def on_preempt(self, *, cause: str, num_lost_tokens: int, num_freed_blocks: int) -> None:
+        """A running request lost its blocks, of which `num_freed_blocks` became available, and with them
+        `num_lost_tokens` computed tokens."""
+        self._preemptions.labels(cause=cause).inc()
         self._lost.inc(num_lost_tokens)
+        self._freed.inc(num_freed_blocks)
+
+    def on_share(self, *, num_tokens: int) -> None:
+        """A request was admitted with `num_tokens` tokens for which it had waited while another computed them."""
+        self._shared.inc(num_tokens)
+
+    def on_fork(self, *, num_tokens: int) -> None:
+        """A sample went on from the `num_tokens` tokens of another request's prompt."""
+        self._forks.inc()
+        self._forked.inc(num_tokens)
+
+    def on_resize(self, *, outcome: str, num_moved_blocks: int = 0) -> None:
+        """The pool has another size ("done"), or that was not possible ("refused")."""
+        self._resizes.labels(outcome=outcome).inc()
+        self._moved.inc(num_moved_blocks)

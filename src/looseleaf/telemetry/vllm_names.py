@@ -51,8 +51,14 @@ class VllmNames(Collector):
         yield usage
 
     def _renamed(self, family: Metric) -> Metric:
+        """`family` under its other name; what we tell apart by cause, vLLM does not."""
         renamed = Metric(RENAMED[family.name], family.documentation, family.type)
+        sums: dict[tuple[str, str | None], float] = {}
         for sample in family.samples:
-            name = RENAMED[family.name] + sample.name.removeprefix(family.name)
-            renamed.samples.append(Sample(name, {**self._labels, **sample.labels}, sample.value))
+            key = (RENAMED[family.name] + sample.name.removeprefix(family.name), sample.labels.get("le"))
+            if not sample.name.endswith("_created"):
+                sums[key] = sums.get(key, 0.0) + sample.value
+        for (name, bound), value in sums.items():
+            labels = self._labels if bound is None else {**self._labels, "le": bound}
+            renamed.samples.append(Sample(name, labels, value))
         return renamed

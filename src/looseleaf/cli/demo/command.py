@@ -14,6 +14,7 @@ from looseleaf.cli.failures import friendly_errors
 from looseleaf.cli.machine import provenance
 from looseleaf.cli.output import print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import model_progress, new_progress
+from looseleaf.cli.serve import KvDtypeOption
 from looseleaf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def demo(
+    kv_dtype: KvDtypeOption = "auto",
     output: Annotated[Path, typer.Option(help="Where the figures are saved.")] = Path("looseleaf-demo.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON and nothing else.")] = False,
 ) -> None:
@@ -39,7 +41,7 @@ def demo(
         if not as_json:
             stdout_console().print(import_extra("looseleaf.hf.demo_model", "demo").LICENCE_NOTICE + "\n", markup=False)
         with model_progress(console, None, is_shown=not as_json) as progress:
-            model = build.load_model(build.ModelSettings(), scene.DEMO_MEMORY, progress)
+            model = build.load_model(build.ModelSettings(kv_dtype=kv_dtype), scene.DEMO_MEMORY, progress)
         try:
             show(model, scene.DEMO_MEMORY, workloads.shipped_workload(), output, as_json=as_json, progress_on=console)
         finally:

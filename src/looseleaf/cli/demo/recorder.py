@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.observer import EngineObserver
@@ -55,9 +56,7 @@ class MemoryRecorder:
         num_decoded_tokens = self.num_output_tokens - self.num_finished - self.num_preemptions
         return self.num_scheduled_tokens - num_decoded_tokens
 
-    def on_step(
-        self, *, num_scheduled_tokens: int, num_running: int, num_waiting: int, seconds: float, schedule_seconds: float
-    ) -> None:
+    def on_step(self, *, num_scheduled_tokens: int, num_running: int, seconds: float, **others: Any) -> None:
         """See `EngineObserver`."""
         stats = self._cache.stats()
         places = stats.active_blocks * stats.block_tokens
@@ -66,44 +65,24 @@ class MemoryRecorder:
             self.seconds += seconds
             self.running_seconds += num_running * seconds
             self.place_seconds += places * seconds
-            self.empty_place_seconds += (stats.waste * places + stats.uncommitted_tokens) * seconds
+            self.empty_place_seconds += (stats.waste * places + stats.uncommitted_tokens * stats.num_lanes) * seconds
         self._inner.on_step(
-            num_scheduled_tokens=num_scheduled_tokens,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            seconds=seconds,
-            schedule_seconds=schedule_seconds,
+            num_scheduled_tokens=num_scheduled_tokens, num_running=num_running, seconds=seconds, **others
         )
 
-    def on_first_token(self, *, seconds: float) -> None:
-        """See `EngineObserver`."""
-        self._inner.on_first_token(seconds=seconds)
-
-    def on_finish(
-        self,
-        *,
-        reason: str,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        num_output_tokens: int,
-        seconds: float,
-        queue_seconds: float,
-    ) -> None:
+    def on_finish(self, *, num_output_tokens: int, **others: Any) -> None:
         """See `EngineObserver`."""
         with self._lock:
             self.num_finished += 1
             self.num_output_tokens += num_output_tokens
-        self._inner.on_finish(
-            reason=reason,
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_output_tokens=num_output_tokens,
-            seconds=seconds,
-            queue_seconds=queue_seconds,
-        )
+        self._inner.on_finish(num_output_tokens=num_output_tokens, **others)
 
-    def on_preempt(self, *, num_lost_tokens: int) -> None:
+    def on_preempt(self, **values: Any) -> None:
         """See `EngineObserver`."""
         with self._lock:
             self.num_preemptions += 1
-        self._inner.on_preempt(num_lost_tokens=num_lost_tokens)
+        self._inner.on_preempt(**values)
+
+    def __getattr__(self, name: str) -> Any:
+        """What it does not record goes on unseen."""
+        return getattr(self._inner, name)

@@ -20,8 +20,8 @@ from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.telemetry import Metrics
 
-DEMO_MEMORY = MemorySettings(num_pages=16)
-"""4,096 tokens: less than the burst of letters."""
+DEMO_MEMORY = MemorySettings(num_pages=96)
+"""4,096 tokens of the demo model's six lanes, if all are kept: less than the burst of letters."""
 DEMO_STEP_TOKENS = 1024
 """A step computes at most this many tokens, so that a short question does not wait for all of a document."""
 WARM_UP = DemoRequest("warm-up", "one-off", "The first step of a process is slower than the others." * 8, max_tokens=2)
@@ -29,7 +29,8 @@ WARM_UP = DemoRequest("warm-up", "one-off", "The first step of a process is slow
 
 @dataclass(frozen=True)
 class Scene:
-    """What both runs have in common. `burst_tokens`: tokens of the one-off prompts."""
+    """What both runs have in common. `memory_tokens`: that fit if every layer keeps them. `burst_tokens`: tokens of the
+    one-off prompts."""
 
     model_name: str
     memory_tokens: int
@@ -45,12 +46,12 @@ class Scene:
 
 def scene_of(model: LoadedModel, memory: MemorySettings, workload: Workload) -> Scene:
     """The facts of a workload on a model."""
-    memory_tokens = model.num_blocks * memory.block_tokens
+    num_lanes = sum(group.num_lanes for group in model.runner.info.groups)
     one_off = [request.prompt for request in workload.requests if request.kind == "one-off"]
     return Scene(
         model_name=model.name,
-        memory_tokens=memory_tokens,
-        memory_bytes=memory_tokens * model.runner.info.bytes_per_token,
+        memory_tokens=model.num_blocks // num_lanes * memory.block_tokens,
+        memory_bytes=model.num_blocks * model.bytes_per_block,
         page_tokens=memory.page_tokens,
         block_tokens=memory.block_tokens,
         max_step_tokens=DEMO_STEP_TOKENS,

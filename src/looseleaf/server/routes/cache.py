@@ -1,22 +1,25 @@
-"""`/v1/cache`: statistics, look-up, warming and clearing; `/v1/requests/{id}/cache`: why a request hit or missed."""
+"""`/v1/cache`: statistics, look-up, warming, clearing, size; `/v1/requests/{id}/cache`: why a request hit or missed."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
 
 from looseleaf.engine.request import GenerationRequest, Usage
 from looseleaf.engine.sampling import SamplingParams
-from looseleaf.errors import UnknownRequest
+from looseleaf.errors import CapacityError, UnknownRequest
 from looseleaf.server.auth import Caller
 from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerContext
 from looseleaf.server.conversations import render, stable_prefix
+from looseleaf.server.errors import ApiError
 from looseleaf.server.generation import Generation
 from looseleaf.server.prompts import prompt_tokens
-from looseleaf.server.schemas import ClearBody, PromptBody
+from looseleaf.server.schemas import ClearBody, PromptBody, ResizeBody
 
 # That somebody else has sent the same text is none of a client's business: it would make prompts guessable.
 _NOTHING_OF_YOURS = "nothing in this namespace begins like this prompt."
@@ -25,21 +28,25 @@ router = APIRouter(tags=["cache"])
 
 
 @router.get("/v1/cache/stats")
-async def get_stats(context: Context, _: AnyCaller) -> dict[str, Any]:
-    """The fields of `CacheManager.stats()`."""
-    return {"object": "cache.stats", **asdict(context.cache.stats())}
+async def get_stats(context: Context, _: AnyCaller, fragmentation: bool = False) -> dict[str, Any]:
+    """The fields of `CacheManager.stats()`; with `?fragmentation=true` those of `fragmentation()` under that key."""
+    answer = {"object": "cache.stats", **asdict(context.cache.stats())}
+    if fragmentation:  # takes milliseconds, by the size of the pool
+        answer["fragmentation"] = asdict(await run_in_threadpool(context.cache.fragmentation))
+    return answer
 
 
 @router.post("/v1/cache/match")
 async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) -> dict[str, Any]:
     """Would this prompt hit, and how much? Changes nothing. A conversation is taken as if its answer were asked for;
-    `by_rung` splits `num_cached_tokens` by how they would be had."""
+    `by_rung` splits `num_cached_tokens` by how they would be had; `num_blocks` of all layer groups would be held."""
     tokens = await prompt_tokens(context.tokenizer, body, render)
     match = context.cache.match(tokens, namespace=caller.namespace(body.cache_salt))
     return {
         "object": "cache.match",
         "num_prompt_tokens": match.num_prompt_tokens,
         "num_cached_tokens": match.num_tokens,
+        "num_blocks": match.num_blocks,
         "by_rung": dict(match.by_rung),
     }
 
@@ -79,6 +86,41 @@ async def clear_cache(context: Context, caller: AdminCaller, body: ClearBody | N
     }
 
 
+@router.post("/v1/cache/resize")
+async def resize_cache(body: ResizeBody, context: Context, caller: AdminCaller) -> dict[str, Any]:
+    """Give the memory another size, between two steps; requests go on. 409 with the numbers, and nothing changed, where
+    running requests or hard pins need more, or the device has no memory for so much."""
+    if not caller.may_know_of_others:
+        raise ApiError("the memory is everybody's: this needs the admin key", status=403, code="admin_key_required")
+    sizes = body.model_dump(exclude_none=True)
+    if len(sizes) != 1:
+        given = " and ".join(sizes) or "none of them"
+        message = f"give exactly one of num_pages, num_blocks, kv_bytes; got {given}"
+        raise ApiError(message, code="invalid_value", param="num_pages")
+    ((name, size),) = sizes.items()
+    blocks_per_page = context.cache.plan.blocks_per_page
+    in_page = {"num_pages": 1, "num_blocks": blocks_per_page, "kv_bytes": blocks_per_page * context.bytes_per_block}
+    num_pages = size // in_page[name]
+    if num_pages < 1:
+        message = f"{name} {size} is less than a page of {in_page[name]}"
+        raise ApiError(message, code="invalid_value", param=name)
+    try:
+        result = await asyncio.wrap_future(context.engine.resize(num_pages))
+    except CapacityError:
+        context.metrics.on_resize(outcome="refused")
+        raise
+    context.metrics.on_resize(outcome="done", num_moved_blocks=len(result.copies))
+    return {
+        "object": "cache.resize",
+        "num_pages": result.num_pages,
+        "num_blocks": result.num_blocks,
+        "kv_bytes": result.num_blocks * context.bytes_per_block,
+        "max_model_tokens": context.engine.engine.max_model_tokens,
+        "num_evicted_blocks": result.num_evicted_blocks,
+        "num_moved_blocks": len(result.copies),
+    }
+
+
 @router.get("/v1/requests/{request_id:path}/cache")
 async def explain_request(request_id: str, context: Context, caller: AnyCaller) -> dict[str, Any]:
     """The explanation, in numbers and one sentence; 404 for a request that is unknown or another client's."""
@@ -98,7 +140,7 @@ async def warm(
         PromptTooLong, InvalidTokens: as the engine's `submit`.
     """
     prefill = GenerationRequest(request_id, tokens, SamplingParams(max_tokens=0), namespace)
-    generation = Generation(context.engine, [prefill])
+    generation = Generation(context.engine, [[prefill]])
     context.directory.record(request_id, caller)
     (deltas,) = await generation.collect(request.receive)
     return deltas[-1].usage

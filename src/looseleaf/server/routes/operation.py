@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response
 
 from looseleaf.server.context import AnyCaller, Context, ServerContext
@@ -44,13 +45,13 @@ async def get_health(context: Context) -> dict[str, Any]:
 @router.get("/metrics")
 async def get_metrics(request: Request, context: Context) -> Response:
     """All metrics, in the format that the `Accept` header asks for."""
-    exposition = context.metrics.expose(request.headers.get("accept", ""))
+    exposition = await run_in_threadpool(context.metrics.expose, request.headers.get("accept", ""))
     return Response(exposition.body, headers={"content-type": exposition.content_type})
 
 
 @router.get("/dashboard", response_class=HTMLResponse)
 async def get_dashboard() -> HTMLResponse:
-    """The page; it asks `/v1/cache/stats`, `/v1/pins` and `/health` every two seconds."""
+    """The page; it asks `/v1/cache/stats`, `/v1/pins`, `/health` and `/metrics` every two seconds."""
     return HTMLResponse(_page(), headers={"content-security-policy": _POLICY})
 
 
