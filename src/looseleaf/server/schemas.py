@@ -253,6 +253,6 @@ class ResizeBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    num_pages: int | None = Field(default=None, ge=1, lt=2**31)
-    num_blocks: int | None = Field(default=None, ge=1, lt=2**31)
+    num_pages: int | None = Field(default=None, ge=1)
+    num_blocks: int | None = Field(default=None, ge=1)
     kv_bytes: int | None = Field(default=None, ge=1)

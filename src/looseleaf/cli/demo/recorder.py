@@ -51,7 +51,8 @@ class MemoryRecorder:
         """Prompt tokens computed, those of resumed requests included.
 
         Each output token came out of one row of a step: of the end of a prefill (one for each request and for each time
-        it was resumed) or of a decode, which computes one token.
+        it was resumed) or of a decode, which computes one token. One too many for each that was preempted in its
+        prefill, before it had a token.
         """
         num_decoded_tokens = self.num_output_tokens - self.num_finished - self.num_preemptions
         return self.num_scheduled_tokens - num_decoded_tokens

@@ -101,8 +101,8 @@ async def resize_cache(body: ResizeBody, context: Context, caller: AdminCaller) 
     blocks_per_page = context.cache.plan.blocks_per_page
     in_page = {"num_pages": 1, "num_blocks": blocks_per_page, "kv_bytes": blocks_per_page * context.bytes_per_block}
     num_pages = size // in_page[name]
-    if num_pages < 1:
-        message = f"{name} {size} is less than a page of {in_page[name]}"
+    if not 1 <= num_pages * blocks_per_page < 2**31:
+        message = f"{name} {size} is less than a page of {in_page[name]}, or more than 2**31 blocks"
         raise ApiError(message, code="invalid_value", param=name)
     try:
         result = await asyncio.wrap_future(context.engine.resize(num_pages))
