@@ -84,6 +84,19 @@ class ModelKit:
         self.prompts[request_id] = prompt
         self.deltas[request_id] = []
 
+    def add_samples(
+        self, names: Sequence[str], prompt: np.ndarray, max_tokens: int, seeds: Sequence[int | None]
+    ) -> None:
+        """One sample per name: greedy where the seed is None, else drawn."""
+        requests = []
+        for name, seed in zip(names, seeds, strict=True):
+            params = SamplingParams(
+                max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed, ignore_eos=True
+            )
+            requests.append(GenerationRequest(name, prompt.astype(np.int32), params))
+            self.prompts[name], self.deltas[name] = prompt, []
+        self.engine.add_samples(requests)
+
     def step(self) -> None:
         for delta in self.engine.step():
             self.deltas[delta.request_id].append(delta)
@@ -115,7 +128,21 @@ class ModelKit:
         assert tokens == whole[len(prompt) - 1 : -1].argmax(dim=-1).tolist(), request_id
         if by_generate:
             assert tokens == plain_generate(plain, prompt, num_tokens), request_id
-        for (seen_id, num_before), row in self.witness.logits.items():
-            if seen_id == request_id:
-                difference = float((row - whole[num_before - 1]).abs().max())
-                assert difference <= LOGITS_TOLERANCE, f"{request_id} at {num_before}: {difference}"
+        self.check_logits(plain, request_id)
+
+    def _logits(self, plain: PreTrainedModel, request_id: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that were sampled from, and what the plain model says to the tokens before each."""
+        whole = full_logits(plain, np.concatenate([self.prompts[request_id], self.tokens(request_id)]))
+        seen = {num_before: row for (name, num_before), row in self.witness.logits.items() if name == request_id}
+        return torch.stack(list(seen.values())), whole[torch.tensor(list(seen)) - 1]
+
+    def check_logits(self, plain: PreTrainedModel, request_id: str) -> None:
+        """Each sampled row of a request equals the plain model's within 1e-4."""
+        rows, expected = self._logits(plain, request_id)
+        difference = float((rows - expected).abs().max())
+        assert difference <= LOGITS_TOLERANCE, f"{request_id}: {difference}"
+
+    def spread_error(self, plain: PreTrainedModel, request_id: str) -> float:
+        """Root mean square error of the sampled rows' logits as a share of their spread."""
+        rows, expected = self._logits(plain, request_id)
+        return float((rows - expected).square().mean().sqrt() / expected.std())

@@ -14,6 +14,7 @@ from hf_engine import ModelKit
 from hf_models import random_tokens, tiny_model
 from transformers import PreTrainedModel
 
+from looseleaf import CacheConfig, CachePlan
 from looseleaf.engine.config import EngineConfig
 from looseleaf.hf.runner import HFRunner
 
@@ -50,13 +51,8 @@ class Scale:
 
     @property
     def roomy_blocks(self) -> int:
-        """Blocks that hold everything at once."""
+        """Blocks of one lane that hold everything at once."""
         return self.num_prompts * (self.longest_tokens + self.num_generated) // BLOCK + 2 * self.num_prompts
-
-    @property
-    def tight_blocks(self) -> int:
-        """Blocks that hold the longest prompt and little else."""
-        return 2 * (-(-(self.longest_tokens + self.num_generated) // BLOCK) // 2 + 2)
 
 
 SCALES = [
@@ -74,14 +70,22 @@ class Bench:
     runner: HFRunner
 
     def kit(self, num_blocks: int, num_running: int = 16) -> ModelKit:
-        """`num_blocks` counts blocks of one lane; the pool has as many for each."""
-        num_blocks *= self.num_lanes
         assert num_blocks <= self.runner.num_blocks
         return ModelKit(self.runner, num_blocks, self.scale.config(num_running))
 
     @property
     def num_lanes(self) -> int:
         return self.runner.memory.layout.lanes.num_lanes
+
+    @property
+    def roomy_blocks(self) -> int:
+        """Blocks that hold everything at once."""
+        return self.num_lanes * self.scale.roomy_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Even number of blocks, in all lanes, that one sequence takes while it grows to `num_tokens`."""
+        config = CacheConfig(num_pages=10**6, block_tokens=BLOCK, groups=self.runner.info.groups)
+        return -(-CachePlan.of(config).blocks_for(num_tokens, self.scale.step_tokens) // 2) * 2
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -112,7 +116,7 @@ def test_cold_and_warm(bench: Bench) -> None:
     blocks.
     """
     scale, rng = bench.scale, np.random.default_rng(1)
-    kit, prompts = bench.kit(scale.roomy_blocks), scale.prompts(1)
+    kit, prompts = bench.kit(bench.roomy_blocks), scale.prompts(1)
     feed(kit, prompts, scale.num_generated, "cold", rng)
     feed(kit, prompts, scale.num_generated, "warm", rng)
     for index, prompt in enumerate(prompts):
@@ -126,7 +130,7 @@ def test_hits_at_every_boundary(bench: Bench) -> None:
     are.
     """
     scale, rng = bench.scale, np.random.default_rng(2)
-    kit = bench.kit(scale.roomy_blocks)
+    kit = bench.kit(bench.roomy_blocks)
     known = random_tokens(rng, min(scale.longest_tokens, 6 * BLOCK))
     feed(kit, [known], scale.num_generated, "known", rng)
     boundaries = [k for b in range(BLOCK, len(known), BLOCK) for k in (b - 1, b, b + 1)]
@@ -148,7 +152,8 @@ def test_hits_at_every_boundary(bench: Bench) -> None:
 def test_after_eviction(bench: Bench) -> None:
     """[R31] In a pool that holds one long prompt, everything is evicted again and again: the same tokens."""
     scale, rng = bench.scale, np.random.default_rng(3)
-    kit, prompts = bench.kit(scale.tight_blocks), scale.prompts(3)
+    num_blocks = bench.blocks_for(scale.longest_tokens + scale.num_generated) + 4
+    kit, prompts = bench.kit(num_blocks), scale.prompts(3)
     feed(kit, prompts, scale.num_generated, "first", rng)
     feed(kit, prompts[::-1], scale.num_generated, "again", rng)
     assert kit.cache.stats().evicted_tokens > scale.longest_tokens
@@ -160,10 +165,10 @@ def test_after_eviction(bench: Bench) -> None:
 def test_after_preemption(bench: Bench) -> None:
     """[P23] Requests that lose their blocks in the middle of the output and compute again: the same tokens."""
     scale, rng = bench.scale, np.random.default_rng(4)
-    num_generated = 3 * BLOCK
-    num_blocks = 14 if scale.num_prompts < 20 else 64
-    kit = bench.kit(num_blocks)
-    lengths = rng.integers(num_blocks * BLOCK // 4, num_blocks * BLOCK // 3 - BLOCK, size=scale.num_prompts // 2)
+    num_generated = 5 * BLOCK
+    shortest = 56 if scale.num_prompts < 20 else 256
+    kit = bench.kit(3 * bench.blocks_for(shortest) + 2)
+    lengths = rng.integers(shortest, shortest * 4 // 3 - BLOCK, size=scale.num_prompts // 2)
     prompts = [random_tokens(rng, int(length)) for length in lengths]
     assert len(prompts) >= 4
     feed(kit, prompts, num_generated, "r", rng)
@@ -177,7 +182,8 @@ def test_among_aborted_requests(bench: Bench) -> None:
     later.
     """
     scale, rng = bench.scale, np.random.default_rng(5)
-    kit, prompts = bench.kit(max(scale.tight_blocks, scale.roomy_blocks // 4), num_running=6), scale.prompts(5)
+    num_blocks = max(bench.blocks_for(scale.longest_tokens + scale.num_generated), bench.roomy_blocks // 8 * 2)
+    kit, prompts = bench.kit(num_blocks, num_running=6), scale.prompts(5)
     leaving = set(rng.permutation(len(prompts))[: len(prompts) * 2 // 3].tolist())
     for index, prompt in enumerate(prompts):
         kit.add(f"r{index}", prompt, scale.num_generated)

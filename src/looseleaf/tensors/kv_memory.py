@@ -185,6 +185,9 @@ class KVMemory:
         """
         if num_blocks < 1:
             raise ConfigError(f"KV memory needs at least one block, not {num_blocks}")
+        if num_blocks == self.num_blocks:
+            self.copy_blocks(copies)
+            return
         shrinks = num_blocks < self.num_blocks
         self._require_memory(num_blocks)
         if shrinks:
