@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from looseleaf.core.config import LayerGroup
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import FinishReason
 from looseleaf.testing.engine_kit import EngineKit
@@ -15,23 +17,42 @@ from looseleaf.testing.engine_kit import sample_prompt as prompt_of
 from looseleaf.testing.engine_machine import EngineMachine
 
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+WINDOW = LayerGroup("window", window_tokens=8, num_lanes=2)
+MODELS = {
+    "full": (LayerGroup("full"),),
+    "full+window": (LayerGroup("full"), WINDOW),
+    "window": (WINDOW,),
+    "chunked+window": (LayerGroup("chunked", chunk_tokens=8), LayerGroup("window", window_tokens=5)),
+}
 
 
-def test_engine_machine():
-    """Random adds, steps, aborts, pins, clears and failures: integrity after each rule, the cold tokens at each end."""
+def run_machine(model, max_examples, num_rules):
+    """Run the machine for one of `MODELS`; what happened."""
+    machine = type("Machine", (EngineMachine,), {"groups": MODELS[model], "happened": Counter()})
     run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=QUIET),
+        machine,
+        settings=settings(
+            max_examples=max_examples, stateful_step_count=num_rules, deadline=None, suppress_health_check=QUIET
+        ),
     )
+    print(f"\n{model}: {dict(machine.happened)}")
+    return machine.happened
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_engine_machine(model):
+    """Random adds, samples, steps, aborts, pins, clears, resizes and failures over each kind of model: integrity after
+    each rule, the cold tokens at each end."""
+    run_machine(model, 7, 30)
 
 
 @pytest.mark.heavy
-def test_engine_machine_long():
-    """The same for long."""
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=QUIET),
-    )
+@pytest.mark.parametrize("model", MODELS)
+def test_engine_machine_long(model):
+    """The same for long; forks, preemptions, shared prompts and resizes come about in each kind of model."""
+    happened = run_machine(model, 200, 80)
+    for what in ("on_fork", "on_preempt", "on_share", "resize", "refused resize"):
+        assert happened[what], f"no {what} came about"
 
 
 def mixed_run(seed, num_requests, num_blocks):
