@@ -31,8 +31,8 @@ UNITS = (
     "_nodes",
 )
 COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
-          "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes", "looseleaf_demand_evictions",
-          "looseleaf_free_runs", "looseleaf_table_bytes_per_token")  # fmt: skip
+          "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes",
+          "looseleaf_demand_evictions", "looseleaf_free_runs", "looseleaf_table_bytes_per_token")  # fmt: skip
 
 
 @dataclass
