@@ -252,6 +252,45 @@ def test_a_window_that_was_gone_is_pinned_again(make: MakeCache) -> None:
     assert cache.match([*tokens[:48], 1]).num_tokens == 48
 
 
+def test_partly_evicted_soft_pin_guards_what_is_left(make: MakeCache) -> None:
+    """A soft pin whose tail had to go moves its window up; what it holds counts, no more (the fixture checks)."""
+    cache = make(60, groups=HYBRID, pin_quota=1.0)
+    tokens = prompt(64)
+    serve(cache, tokens).release()
+    cache.pin(tokens, level="soft")
+    with cache.lease(prompt(64, seed=1)) as lease:
+        lease.reserve(56)  # 42 blocks: all that is not pinned, and a part of what is
+        cache.check_integrity()
+        held = cache.pins()[0].num_pinned_tokens
+        assert 0 < held < 64
+        assert cache.stats().pinned_blocks == held // 4 + 2 * min(held // 4, 4)
+
+
+@pytest.mark.parametrize("level", ["hard", "soft"])
+def test_a_growing_pin_stays_within_its_quota(make: MakeCache, level: str) -> None:
+    """A pin made before its tokens moves its window along as they come, to the last block that the quota allows."""
+    cache = make(100, groups=HYBRID, pin_quota=0.2)
+    tokens = prompt(80)
+    cache.pin(tokens, level=level)
+    lease = serve(cache, tokens, step=4)
+    assert cache.pins()[0].num_pinned_tokens == 48
+    assert cache.pins()[0].is_limited
+    assert cache.stats().pinned_blocks == 20
+    lease.release()
+
+
+def test_the_beginning_stays_reusable_longest(make: MakeCache) -> None:
+    """Of rows that slid out together the deepest goes first, so that short common beginnings still hit."""
+    cache = make(60, groups=HYBRID)
+    tokens = prompt(76)
+    serve(cache, tokens, step=100).release()  # 57 blocks
+    with cache.lease(prompt(12, seed=1)) as lease:
+        lease.reserve(12)  # 9 blocks: 3 rows of the window's two lanes go
+    hits = [cache.match([*tokens[: 4 * end], 1]).num_tokens // 4 for end in range(1, 16)]
+    assert hits[:11] == list(range(1, 12))
+    assert hits[-1] < 15
+
+
 def test_the_plan_bounds_what_is_held() -> None:
     """`blocks_for` is never less than what a sequence holds at once, and not much more."""
     rng = random.Random(5)
