@@ -8,17 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 
-from looseleaf.core.config import CachePlan
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.moving import ResizeResult
 from looseleaf.engine.batch_builder import build_batch
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver, SilentObserver
-from looseleaf.engine.plan import StepPlan, chained_copies
+from looseleaf.engine.plan import StepPlan
+from looseleaf.engine.pool_size import PoolSize
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
 from looseleaf.engine.runner import ModelRunner, StepBatch, StepOutput
 from looseleaf.engine.sampling import TokenLogprobs
@@ -26,7 +25,6 @@ from looseleaf.engine.scheduler import Scheduler
 from looseleaf.engine.sequence import NOTHING, GivenOut, Sequence
 from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.errors import (
-    CapacityError,
     ConfigError,
     DuplicateRequest,
     InvalidTokens,
@@ -37,14 +35,6 @@ from looseleaf.errors import (
 )
 
 
-@dataclass(frozen=True)
-class _Resize:
-    """A size that somebody asked for, and where the answer goes."""
-
-    num_pages: int
-    future: Future[ResizeResult]
-
-
 class Engine:
     """Continuous batching over paged memory.
 
@@ -53,9 +43,6 @@ class Engine:
 
     Life of a request: added -> waiting -> running (it owns a lease) -> finished; a preempted one goes back to waiting.
     Finishing and aborting exclude each other: exactly one last delta comes of every request.
-
-    `max_model_tokens`: most tokens (prompt + output) of one request, the least of model, configuration and pool; it
-    follows the pool's size.
     """
 
     def __init__(
@@ -85,23 +72,27 @@ class Engine:
                 f"the cache is for blocks of {cache.config.layout!r}, the model makes {self._info.kv_layout!r}",
                 "give each model, revision and dtype a cache of its own",
             )
-        self._config = config
         self._scheduler = Scheduler(cache, config, self._observer, clock)
-        self._set_limit(cache.plan)
-        # Guards the four below; never held while the model runs. Re-entrant, since dropping a stream aborts, and the
-        # garbage collector may do that anywhere.
+        # Guards the three below and the limit; never held while the model runs. Re-entrant, since dropping a stream
+        # aborts, and the garbage collector may do that anywhere.
         self._lock = threading.RLock()
+        self._size = PoolSize(cache, runner, config, self._scheduler, self._lock)
         self._sequences: dict[str, Sequence] = {}
         self._arriving: deque[Sequence] = deque()
         self._aborting: deque[Sequence] = deque()
-        self._resizing: deque[_Resize] = deque()
         self._num_added = 0
         self._deltas: list[OutputDelta] = []  # what the step that runs gives out
 
     @property
     def has_work(self) -> bool:
         """True if a `step` would do something: a request waits, runs, or is to be taken out, or a resize waits."""
-        return bool(self._sequences or self._resizing)
+        return bool(self._sequences or self._size.is_wanted)
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Most tokens (prompt + output) of one request: the least of model, configuration and pool, whose size it
+        follows."""
+        return self._size.max_model_tokens
 
     @property
     def num_running(self) -> int:
@@ -172,7 +163,7 @@ class Engine:
             raise InvalidTokens(f"token id {highest} is outside the model's vocabulary of {vocab_size} tokens")
         num_first_tokens = 1 if request.params.max_tokens else 0
         if len(prompt) + num_first_tokens > self.max_model_tokens:
-            limited_by = f"{self.max_model_tokens} {self._limited_by}"
+            limited_by = f"{self.max_model_tokens} {self._size.limited_by}"
             if num_first_tokens:
                 limited_by += ", one of them for the output"
             raise PromptTooLong(len(prompt), self.max_model_tokens - num_first_tokens, limited_by)
@@ -198,20 +189,11 @@ class Engine:
         Raises:
             ConfigError: `num_pages` is no whole number of at least 1.
         """
-        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
-            raise ConfigError(f"num_pages is {num_pages!r}; it must be a whole number of at least 1")
-        wanted = _Resize(num_pages, Future())
-        with self._lock:
-            self._resizing.append(wanted)
-        return wanted.future
+        return self._size.want(num_pages)
 
     def refuse_resizes(self, error: LooseleafError) -> None:
         """Answer those who wait for a resize with `error`: no step will follow."""
-        with self._lock:
-            while self._resizing:
-                future = self._resizing.popleft().future
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+        self._size.refuse_all(error)
 
     def step(self) -> list[OutputDelta]:
         """Do one forward pass; at most one delta per request. Without work it does nothing.
@@ -260,18 +242,13 @@ class Engine:
         with self._lock:
             arriving, self._arriving = self._arriving, deque()
             aborting, self._aborting = self._aborting, deque()
-            resizing, self._resizing = self._resizing, deque()
         self._scheduler.waiting.extend(sequence for sequence in arriving if not sequence.is_aborted)
         for sequence in aborting:
             self._finish(sequence, FinishReason.ABORT)
-        for wanted in resizing:
-            if wanted.future.set_running_or_notify_cancel():
-                try:
-                    wanted.future.set_result(self._resize(wanted.num_pages))
-                except BaseException as error:
-                    wanted.future.set_exception(error)
-                    if not isinstance(error, LooseleafError):
-                        raise
+        self._size.answer_all(self._longest_tokens)
+
+    def _longest_tokens(self) -> int:
+        return max((sequence.num_tokens for sequence in self._sequences.values()), default=0) + 1
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, given: GivenOut = NOTHING, error: LooseleafError | None = None
@@ -298,43 +275,6 @@ class Engine:
             seconds=now - sequence.added_seconds,
             queue_seconds=admitted - sequence.added_seconds,
         )
-
-    # -- the pool's size --
-
-    def _set_limit(self, plan: CachePlan) -> None:
-        self.max_model_tokens, self._limited_by = self._limit(plan)
-        self._scheduler.limit_tokens = self.max_model_tokens
-
-    def _limit(self, plan: CachePlan) -> tuple[int, str]:
-        """Most tokens of one request with a pool of `plan`, and what sets them."""
-        num_pool_tokens = plan.num_tokens
-        if self._config.reserve_output:  # then nothing of what slides out of a window comes back on the way
-            num_pool_tokens = plan.num_blocks // plan.num_lanes * plan.block_tokens
-        limits = [(self._info.max_model_tokens, "positions of the model"), (num_pool_tokens, "tokens of KV memory")]
-        if self._config.max_model_tokens is not None:
-            limits.append((self._config.max_model_tokens, "max_model_tokens"))
-        return min(limits)
-
-    def _resize(self, num_pages: int) -> ResizeResult:
-        cache, before = self._cache, self._cache.plan
-        limit_tokens, _ = self._limit(CachePlan.of(cache.config, num_pages))
-        with self._lock:  # nothing is added between the check and the new limit
-            longest = max((sequence.num_tokens for sequence in self._sequences.values()), default=0) + 1
-            if longest > limit_tokens and num_pages < before.num_pages:
-                raise CapacityError(
-                    f"with {num_pages} pages a request has at most {limit_tokens} tokens; one wants {longest} already",
-                    "wait until it has ended, or abort it",
-                )
-            result = cache.resize(num_pages)
-            copies = chained_copies(self._scheduler.take_copies(), result.copies, result.num_blocks)
-            try:
-                self._runner.resize(result.num_blocks, copies)
-            except CapacityError:
-                back = cache.resize(before.num_pages)
-                self._runner.resize(back.num_blocks, chained_copies(copies, back.copies, back.num_blocks))
-                raise
-            self._set_limit(cache.plan)
-        return result
 
     # -- after the model ran --
 
