@@ -149,7 +149,7 @@ def test_the_printed_calls_work() -> None:
         found = re.search(r'base_url="(\S+)/v1"', text)
         assert found is not None
         assert f"curl {found.group(1)}/v1/completions" in text
-        assert "64.0 KiB: 512 blocks in 1 lanes, 32 pages of 256 tokens" in text
+        assert "64.0 KiB: 512 blocks, 32 pages of 256 tokens" in text
         assert "a sequence of 4,096 tokens takes 256 blocks (32.0 KiB), so 2 fit" in text
         with OpenAI(base_url=f"{found.group(1)}/v1", api_key="none") as client:
             answer = client.completions.create(model="fake", prompt="The harbour", max_tokens=4)

@@ -28,6 +28,7 @@ async def test_sizes_are_rounded_down_to_whole_pages(server, size, num_pages):
         "object": "cache.resize",
         "num_pages": num_pages,
         "num_blocks": num_pages * 16,
+        "num_tokens": num_pages * 256,
         "kv_bytes": num_pages * 16 * 128,
         "max_model_tokens": max_model_tokens,
         "num_evicted_blocks": 0,

@@ -176,10 +176,11 @@ def print_welcome(facts: dict[str, Any]) -> None:
     """The start-up facts for people, and how to call the server."""
     url, name = facts["url"], facts["model"]
     used, everything = format_bytes(facts["sequence_bytes"]), format_bytes(facts["sequence_all_bytes"])
+    lanes = f" in {facts['num_lanes']} lanes" if facts["num_lanes"] > 1 else ""
     instead = "" if used == everything else f"; {everything} if every layer kept every token"
     stdout_console().print(
         f"looseleaf serves {name} at {url}\n"
-        f"  memory   {format_bytes(facts['kv_bytes'])}: {facts['num_blocks']:,} blocks in {facts['num_lanes']} lanes, "
+        f"  memory   {format_bytes(facts['kv_bytes'])}: {facts['num_blocks']:,} blocks{lanes}, "
         f"{facts['num_pages']:,} pages of {facts['page_tokens']} tokens\n"
         f"           a sequence of {facts['sequence_tokens']:,} tokens takes {facts['sequence_blocks']:,} blocks "
         f"({used}{instead}), so {facts['num_blocks'] // facts['sequence_blocks']:,} fit\n"

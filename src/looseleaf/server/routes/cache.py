@@ -114,6 +114,7 @@ async def resize_cache(body: ResizeBody, context: Context, caller: AdminCaller) 
         "object": "cache.resize",
         "num_pages": result.num_pages,
         "num_blocks": result.num_blocks,
+        "num_tokens": context.cache.plan.num_tokens,
         "kv_bytes": result.num_blocks * context.bytes_per_block,
         "max_model_tokens": context.engine.engine.max_model_tokens,
         "num_evicted_blocks": result.num_evicted_blocks,
