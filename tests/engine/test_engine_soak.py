@@ -173,5 +173,7 @@ def test_short_soak(model):
 def test_soak(model):
     """The same for LOOSELEAF_SOAK_SECONDS (600), divided among the models."""
     counts = check_soak(model, float(os.environ.get("LOOSELEAF_SOAK_SECONDS", "600")) / len(MODELS), seed=2)
-    for what in ("on_preempt", "on_fork", "on_share", "resized", "resize refused", "abort", "length", "stop"):
+    for what in ("on_fork", "on_share", "resized", "resize refused", "abort", "length", "stop"):
         assert counts[what], f"no {what} came about"
+    # Sequences of a chunked model give back all they hold at each border: the head room at admission nearly suffices.
+    assert counts["on_preempt"] or model == "chunked"
