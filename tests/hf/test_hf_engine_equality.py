@@ -165,7 +165,7 @@ def test_after_eviction(bench: Bench) -> None:
 def test_after_preemption(bench: Bench) -> None:
     """[P23] Requests that lose their blocks in the middle of the output and compute again: the same tokens."""
     scale, rng = bench.scale, np.random.default_rng(4)
-    num_generated = 5 * BLOCK
+    num_generated = 4 * BLOCK
     shortest = 56 if scale.num_prompts < 20 else 256
     kit = bench.kit(3 * bench.blocks_for(shortest) + 2)
     lengths = rng.integers(shortest, shortest * 4 // 3 - BLOCK, size=scale.num_prompts // 2)

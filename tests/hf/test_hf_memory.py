@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hf_driver import HandDriver, HandSequence
 from hf_models import full_logits, random_tokens, tiny_model
 
 from looseleaf.errors import CapacityError
+from looseleaf.hf.demo_model import demo_model_dir
 from looseleaf.hf.runner import HFRunner
+from looseleaf.hf.tokenizer import HFTokenizer
 from looseleaf.tensors import rows
 
 BLOCK = 8
@@ -57,8 +60,8 @@ def test_eight_bits_stay_within_the_stated_error(family: str, name: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cold_hit_and_chunked_runs_agree_in_eight_bits(family: str, name: str) -> None:
     """[R44] A prompt of four blocks and more, sent twice: the hit reads what the cold run wrote and attended to itself;
-    prefilled in pieces it is the same too. Greedy tokens are equal, and the logits far closer than 8 bits are to 32
-    (not to the bit: sums over other shapes round otherwise, and a number may fall on the other side of a step).
+    cut at the same place, it is equal to the bit. Cut elsewhere, greedy tokens are equal, and the logits far closer
+    than 8 bits are to 32 (sums over other shapes round otherwise, and a number may fall on the other side of a step).
     """
     rng = np.random.default_rng(3)
     tokens = random_tokens(rng, 4 * BLOCK + 5)
@@ -76,6 +79,10 @@ def test_cold_hit_and_chunked_runs_agree_in_eight_bits(family: str, name: str) -
         cold = generate(first, [len(tokens)])
         hit = generate(driver.sequence(tokens, shared=first.table[:4]), [5])
         chunked = generate(driver.sequence(tokens), [3, 9, 1, 1, 14, 9])
+        cut_there = driver.sequence(tokens)
+        as_cut = generate(cut_there, [4 * BLOCK, 5])
+        hit_there = generate(driver.sequence(tokens, shared=cut_there.table[:4]), [5])
+    assert torch.equal(as_cut, hit_there)
     for other in (hit, chunked):
         assert other.argmax(-1).tolist() == cold.argmax(-1).tolist()
         assert spread_error(other, cold) <= 0.01
@@ -202,7 +209,32 @@ def test_a_resize_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch
         assert torch.allclose(driver.step([(s, 8)])[0], full_logits(tiny_model("llama"), s.tokens)[-1], atol=1e-4)
 
 
+DEMO_ERRORS = {"int8": 0.15, "fp8": 0.3}
+"""Stated bound for Gemma 3 270M: largest error of a row of logits as a share of its spread."""
+
+
 @pytest.mark.heavy
-def test_the_demo_model_in_eight_bits() -> None:
-    """Gemma 3 270M over 600 tokens of English in 8 bits against float32 keys and values: the stated bounds."""
-    pytest.skip("filled in below")
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_demo_model_in_eight_bits(name: str) -> None:
+    """[R44] Gemma 3 270M over its README in 8 bits: logits within the stated bound of those with float32 keys and
+    values; a hit of all but 12 tokens gives greedy tokens equal to the cold run's.
+    """
+    folder = demo_model_dir()
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    tokens = np.asarray(HFTokenizer.load(folder).encode(text)[:620])
+    settings = {"num_blocks": 300, "block_tokens": 16, "num_threads": 2, "self_test": False, "dtype": "float32"}
+    pieces = [300, *[32] * 9, 20, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    with HFRunner.load(folder, kv_dtype="float32", **settings) as wide:
+        driver = HandDriver(wide, np.random.default_rng(0))
+        expected = run(driver, driver.sequence(tokens), pieces)
+    with HFRunner.load(folder, kv_dtype=name, **settings) as narrow:
+        assert narrow.info.bytes_per_token == 18 * 2 * (256 + 2)
+        driver = HandDriver(narrow, np.random.default_rng(0))
+        first = driver.sequence(tokens)
+        found = run(driver, first, pieces)
+        hit = driver.step([(driver.sequence(tokens, shared=first.table[:38]), 12)])[0]
+    errors = [spread_error(row, wanted) for row, wanted in zip(found, expected, strict=True)]
+    print(name, "largest", max(errors), "mean", np.mean(errors), "hit", spread_error(hit, found[-1]))
+    assert max(errors) <= DEMO_ERRORS[name]
+    assert int(hit.argmax()) == int(found[-1].argmax())
+    assert spread_error(hit, found[-1]) <= DEMO_ERRORS[name]

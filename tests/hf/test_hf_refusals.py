@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from hf_driver import HandDriver
 from hf_models import FAMILIES, tiny_model
 from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, LlamaForCausalLM, MambaConfig, T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral import modeling_mistral
 
 from looseleaf import LayerGroup
 from looseleaf.errors import ConfigError, ModelError, UnsupportedModel
@@ -258,3 +260,36 @@ def test_rotary_angles_that_depend_on_length_limit_it() -> None:
     assert loading.max_model_tokens(config) == 512
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     assert loading.max_model_tokens(config) == 2304
+
+
+@pytest.mark.parametrize("family_name", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+def test_long_windows_are_tested_short(monkeypatch: pytest.MonkeyPatch, family_name: str) -> None:
+    """[H95] A window or chunk of thousands of tokens is short for the time of the self-test: it passes, a window off by
+    one token is found, and the configuration comes back.
+    """
+    span = "attention_chunk_size" if family_name == "llama4_text" else "sliding_window"
+    load(tiny_model(family_name, **{span: 4096})).close()
+    right = step_plan.oldest_visible
+    monkeypatch.setattr(step_plan, "oldest_visible", lambda group, at: np.maximum(right(group, at) - 1, 0))
+    model = tiny_model(family_name, **{span: 4096})
+    with pytest.raises(UnsupportedModel, match="differ"):
+        load(model)
+    assert getattr(model.config, span) == 4096
+
+
+def test_masks_that_do_not_follow_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose masks come from elsewhere is tested with its window as it is, and served."""
+    model = tiny_model("mistral", sliding_window=4096)
+    kept = copy.deepcopy(model.config)
+    right = modeling_mistral.create_sliding_window_causal_mask
+    monkeypatch.setattr(
+        modeling_mistral,
+        "create_sliding_window_causal_mask",
+        lambda config, **given: right(config=sync(kept, config), **given),
+    )
+
+    def sync(kept: object, config: object) -> object:
+        kept._attn_implementation = config._attn_implementation  # type: ignore[attr-defined]
+        return kept
+
+    load(model).close()

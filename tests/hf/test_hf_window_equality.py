@@ -135,7 +135,7 @@ def test_hits_after_blocks_slid_out_and_were_taken(bench: Bench) -> None:
     known = random_tokens(rng, 5 * scale.window_tokens)
     kit.add("known", known, scale.num_generated)
     kit.run()
-    for index, k in enumerate(scale.hit_lengths()):
+    for index, k in enumerate(scale.hit_lengths()[1::2]):
         prompts = {
             f"hit{index}": np.concatenate([known[:k], random_tokens(rng, 4)]),
             f"other{index}": random_tokens(rng, 2 * scale.window_tokens),
@@ -194,8 +194,6 @@ def test_resized_pools(bench: Bench) -> None:
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_eight_bits(bench: Bench, name: str) -> None:
     """[R44] In 8 bits, cold and hit: the same greedy tokens, logits within the stated error of the plain model's."""
-    if bench.family == "gpt_oss":
-        pytest.skip("which experts it asks flips with the smallest error: a bound on logits says nothing")
     scale, rng = bench.scale, np.random.default_rng(7)
     num_blocks = bench.runner.num_blocks
     with HFRunner.load(
@@ -211,5 +209,5 @@ def test_eight_bits(bench: Bench, name: str) -> None:
         for index, prompt in enumerate(prompts):
             assert kit.tokens(f"cold{index}") == kit.tokens(f"hit{index}")
             assert kit.num_cached(f"hit{index}") == (len(prompt) - 1) // BLOCK * BLOCK
-            for run in ("cold", "hit"):
+            for run in ("cold", "hit") if bench.family != "gpt_oss" else ():  # the experts it asks flip with any error
                 assert 1e-6 < kit.spread_error(bench.plain, f"{run}{index}") <= STATED_ERROR[name]

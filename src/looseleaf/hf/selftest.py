@@ -29,6 +29,12 @@ LONG_TOKENS = 40
 MAX_TEST_TOKENS = 320
 """No test sequence is longer: the test must stay short on a slow machine."""
 
+SPAN_SETTINGS = {"sliding_window": "window", "attention_chunk_size": "chunked"}
+"""Settings from which the model's own masks come, and the kind of group that they are for."""
+
+SHORT_SPAN_TOKENS = 10
+"""Windows and chunks that even the longest sequence would not leave are tested with so many tokens."""
+
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}
 """Largest root mean square of the difference of two rows of logits, as a share of the row's own spread."""
 
@@ -78,20 +84,25 @@ def check_against_own_forward(
     """Compare a packed, chunked run over shared and shuffled blocks with what the plain model answers.
 
     Whole prompts, chunks and single tokens are mixed in the steps, each computed by `compute` on scratch memory of
-    `layout`, but in the model's dtype: what 8 bits lose is no fault of the architecture.
+    `layout`, but in the model's dtype: what 8 bits lose is no fault of the architecture. Long windows and chunks are
+    short for the time of the test, in configuration and layout, so that it leaves them; if the model's masks do not
+    follow its configuration, they stay as they are.
 
     Raises:
         UnsupportedModel: the two differ, or a pass fails; names the architecture and what it is known to do otherwise.
     """
-    sequences = _sequences(model, layout)
-    with _widened(model):
-        own = _own_logits(model, sequences, own_attention)
-        noise = 0.0
-        if model.dtype != torch.float32 and own_attention != "eager":  # how far two of its own attentions are apart
-            noise = _summary(_errors(_own_logits(model, sequences, "eager"), own), model.dtype)
+    short = _shortened(layout) if own_attention in ("eager", "sdpa") else layout  # others go by more than the mask
+
+    def check(tested: KVLayout) -> None:
+        sequences = _sequences(model, tested)
+        with _configured(model, layout, tested):
+            own = _own_logits(model, sequences, own_attention)
+            noise = 0.0
+            if model.dtype != torch.float32 and own_attention != "eager":  # how far two of its own attentions are apart
+                noise = _summary(_errors(_own_logits(model, sequences, "eager"), own), model.dtype)
         model.set_attn_implementation(paged_attention)
         num_blocks = 1 + max(int(sequence.table.max()) for sequence in sequences)
-        memory = KVMemory(replace(layout, dtype=model.dtype), num_blocks=num_blocks, device=model.device)
+        memory = KVMemory(replace(tested, dtype=model.dtype), num_blocks=num_blocks, device=model.device)
         try:
             served = _served_logits(sequences, memory, compute)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -99,6 +110,50 @@ def check_against_own_forward(
                 type(model).__name__, f"a packed pass fails with {type(error).__name__}: {error}"
             ) from error
         _compare(model, served, own, noise, traits)
+
+    with _widened(model):
+        try:
+            check(short)
+        except UnsupportedModel:
+            sequences = _sequences(model, short)
+            with _configured(model, layout, short):
+                narrow = _own_logits(model, sequences, own_attention)
+            if max(_errors(_own_logits(model, sequences, own_attention), narrow)) > 0:
+                raise
+            check(layout)
+
+
+def _shortened(layout: KVLayout) -> KVLayout:
+    """`layout` with `SHORT_SPAN_TOKENS` for a window or chunk too long for the test, if there is one size of it."""
+
+    def short(span: int | None) -> int | None:
+        return span if span is None or span <= MAX_TEST_TOKENS - 24 else SHORT_SPAN_TOKENS
+
+    kinds = [group.kind for group in layout.lanes.groups]
+    if len(set(kinds)) < len(kinds):
+        return layout
+    groups = tuple(
+        replace(group, window_tokens=short(group.window_tokens), chunk_tokens=short(group.chunk_tokens))
+        for group in layout.lanes.groups
+    )
+    return replace(layout, lanes=replace(layout.lanes, groups=groups))
+
+
+@contextmanager
+def _configured(model: PreTrainedModel, layout: KVLayout, short: KVLayout) -> Iterator[None]:
+    """Within it, the model's configuration has the windows and chunks of `short` instead of those of `layout`."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = {old.kind for old, new in zip(layout.lanes.groups, short.lanes.groups, strict=True) if old != new}
+    former = {
+        name: getattr(config, name) for name, kind in SPAN_SETTINGS.items() if kind in kinds and hasattr(config, name)
+    }
+    try:
+        for name in former:
+            setattr(config, name, SHORT_SPAN_TOKENS)
+        yield
+    finally:
+        for name, value in former.items():
+            setattr(config, name, value)
 
 
 def _longest(model: PreTrainedModel, layout: KVLayout) -> int:
