@@ -102,6 +102,39 @@ def test_the_cheapest_gives_way():
     assert kit.observer.named("on_preempt")[0] == told
 
 
+def test_who_did_nothing_since_it_came_back_is_spared():
+    """[P20] The cheapest has done nothing since its last preemption: the next cheapest gives way instead; if nobody
+    has, the cheapest does after all."""
+    kit = EngineKit(num_blocks=64)
+    for i, num_tokens in enumerate((20, 12, 30)):
+        kit.add(f"r{i}", prompt_of(num_tokens, seed=i), 30)
+    kit.step(2)
+    scheduler = kit.engine._scheduler
+    _, cheap, dear = scheduler.running
+    cheap.note_preemption()
+    assert scheduler._preempt(StepPlan(), "decode") is dear
+    kit.step()
+    dear.note_preemption()
+    cheap.note_preemption()
+    assert scheduler._preempt(StepPlan(), "decode") is cheap
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    """[P20] Even if there seems to be room, who gave way comes back in a later step at the earliest."""
+    kit = EngineKit(num_blocks=16, config=EngineConfig(reuse=False))
+    kit.engine._scheduler._may_fit = lambda *_: True
+    requests = [kit.add(f"r{i}", prompt_of(12, seed=i), 24) for i in range(4)]
+    while kit.engine.has_work:
+        before = {sequence.request_id for sequence in kit.engine._scheduler.running}
+        num_preempted = len(kit.observer.named("on_preempt"))
+        kit.step()
+        if len(kit.observer.named("on_preempt")) > num_preempted:
+            assert {sequence.request_id for sequence in kit.engine._scheduler.running} <= before
+    assert kit.observer.named("on_preempt")
+    for request in requests:
+        assert kit.tokens(request.request_id) == kit.expected(request)
+
+
 def test_a_prefill_that_computed_nothing_costs_nothing():
     """A prompt found in the cache and admitted, but not begun, is given up before anybody who has computed."""
     kit = EngineKit(num_blocks=20, config=EngineConfig(max_step_tokens=3))

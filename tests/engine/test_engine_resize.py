@@ -163,6 +163,24 @@ def test_forks_that_wait_for_their_copies(groups, num_pages, gone):
     check(kit, [request for request in [filler, other, *requests] if request.request_id not in gone])
 
 
+def test_sizes_changed_long_after_a_fork():
+    """[P10] A fork's copies are done once: resizes after that, when the copied blocks are long gone, don't meet them."""
+    kit = EngineKit(200)
+    filler = kit.add("filler", prompt_of(400, seed=5), 1)
+    kit.step()
+    requests = kit.add_samples(SAMPLES, prompt_of(6), 40, temperature=1.0, seed=1)
+    kit.step(3)
+    assert all(kit.engine._sequences[name].held.copies == [] for name in SAMPLES)
+    kit.cache.clear()
+    futures = []
+    for num_pages in (60, 50, 80, 45):
+        futures.append(kit.engine.resize(num_pages))
+        kit.step(2)
+    assert [future.result(timeout=0).num_pages for future in futures] == [60, 50, 80, 45]
+    kit.run()
+    check(kit, [filler, *requests])
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6, unique_by=lambda pair: pair[1]),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6, unique_by=lambda pair: pair[1]),

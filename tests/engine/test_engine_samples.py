@@ -156,6 +156,7 @@ def test_a_fork_without_a_block_waits(num_blocks):
     kit.run(max_steps=400)
     check(kit, requests)
     assert len(kit.observer.named("on_first_token")) == 4
+    assert kit.cache.stats().num_lookups == 1
     assert [kit.last(name).usage.num_cached_tokens for name in NAMES] == [0, 8, 8, 8]
 
 
@@ -169,6 +170,21 @@ def test_no_more_forks_than_may_run():
         most = max(most, kit.engine.num_running)
     assert most == 2
     check(kit, requests)
+
+
+def test_the_next_sample_keeps_the_place_in_the_queue():
+    """The lead is aborted while it waits: the next sample is before those that arrived after it."""
+    kit = EngineKit(num_blocks=64, config=EngineConfig(max_running_requests=1))
+    kit.add("running", prompt_of(5, seed=1), 5)
+    kit.step()
+    requests = [*kit.add_samples(NAMES, prompt_of(10), 2), kit.add("later", prompt_of(5, seed=2), 2)]
+    kit.step()
+    kit.engine.abort("s0")
+    kit.step()
+    assert [sequence.request_id for sequence in kit.engine._scheduler.waiting] == ["s1", "later"]
+    assert kit.engine.num_waiting == 4
+    kit.run()
+    check(kit, requests[1:])
 
 
 def test_a_failing_step_ends_the_lead_only_before_the_fork():

@@ -144,13 +144,20 @@ def test_what_is_cached_already_is_not_waited_for():
 
 
 def test_a_clear_does_not_leave_anybody_waiting():
-    """After a clear the leader's blocks are not stored any more: its followers wait no longer than its prefill."""
+    """After a clear the leader's blocks are not stored any more: past what it shares, nobody waits for it."""
     kit = EngineKit(num_blocks=64, config=SMALL_STEPS)
-    requests = [kit.add(name, prompt_of(40), 2) for name in ("leader", "follower")]
+    leader = kit.add("leader", prompt_of(80), 2)
+    follower = kit.add("follower", prompt_of(80)[:16] + prompt_of(8, seed=3), 2)
+    scheduler, sequence = kit.engine._scheduler, kit.engine._sequences["follower"]
     kit.step()
+    assert scheduler._sharing.must_wait(sequence, scheduler.running)
     kit.cache.clear()
-    kit.run(max_steps=20)
-    check_tokens(kit, *requests)
+    kit.step(2)
+    assert not scheduler.running[0].is_decoding
+    assert kit.cache.match(follower.prompt_tokens).num_tokens == 0
+    assert not scheduler._sharing.must_wait(sequence, scheduler.running)
+    kit.run(max_steps=40)
+    check_tokens(kit, leader, follower)
 
 
 @pytest.mark.parametrize("seed", range(6))
