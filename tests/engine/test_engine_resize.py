@@ -164,7 +164,7 @@ def test_forks_that_wait_for_their_copies(groups, num_pages, gone):
 
 
 def test_sizes_changed_long_after_a_fork():
-    """[P10] A fork's copies are done once: resizes after that, when the copied blocks are long gone, don't meet them."""
+    """[P10] A fork's copies are done once: resizes after that, when the blocks are long gone, don't meet them."""
     kit = EngineKit(200)
     filler = kit.add("filler", prompt_of(400, seed=5), 1)
     kit.step()

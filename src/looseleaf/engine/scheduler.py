@@ -111,6 +111,7 @@ class Scheduler:
             sample.lease, sample.is_decoding = lease, True
             insort(self.running, sample, key=_by_arrival)
             self.copies.update((to_block, from_block) for from_block, to_block in lease.copies)
+            lease.copies.clear()  # they are ours to do now: a later resize must not look for their blocks
             self._observer.on_fork(num_tokens=lease.num_committed_tokens)
 
     def take_copies(self) -> list[tuple[int, int]]:
