@@ -161,8 +161,8 @@ def runs(chat: Trace, pool_tokens: int, reserves: list[int], page_sizes: list[in
 
 
 def tables(chat: Trace, pool_tokens: int) -> dict[str, Any]:
-    """Bytes that the bookkeeping takes, as Python's allocator counts them: of the empty manager by token of the pool, of
-    leases by token that they hold, of finished sequences by token that stays cached."""
+    """Bytes that the bookkeeping takes, as Python's allocator counts them: of the empty manager by token of the pool,
+    of leases by token that they hold, of finished sequences by token that stays cached."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     cache = CacheManager(replace(pool(pool_tokens, 256), num_known_requests=0))
@@ -189,8 +189,8 @@ def tables(chat: Trace, pool_tokens: int) -> dict[str, Any]:
     tracemalloc.stop()
     cached_tokens = cache.stats().cached_blocks * BLOCK_TOKENS
     return {
-        "counts": "everything that the manager allocates: arrays, masks, lists, leases, their tables and tokens, tree nodes "
-        "with their tokens and blocks; without remembered finished requests",
+        "counts": "everything that the manager allocates: arrays, masks, lists, leases, their tables and tokens, tree "
+        "nodes with their tokens and blocks; without remembered finished requests",
         "pool_tokens": pool_tokens,
         "sequences": num_leases,
         "held_tokens": held,

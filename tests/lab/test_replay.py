@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from looseleaf import CacheConfig, ConfigError
+from looseleaf import CacheConfig, CacheManager, ConfigError, Lease
 from looseleaf.lab.capacity import capacity_blocks, parse_bytes
 from looseleaf.lab.replay import replay_instant
 from looseleaf.lab.timed import RateModel, replay_timed
@@ -125,6 +125,50 @@ def test_timed_replay_under_pressure() -> None:
     assert done == list(range(1, 61))
     assert result.peak_blocks <= 320
     assert result.evicted_blocks > 0
+    assert result.preemptions > 0
+
+
+def test_peaks_of_held_and_used_memory() -> None:
+    """What is held at the peak is whole blocks, what is used is tokens: the difference is at most a block for each
+    request that runs."""
+    trace = Trace("two", None, tuple(TraceRequest(0.0, length, 8, ()) for length in (100, 200)))
+    result = replay_timed(trace, CacheConfig(num_pages=8))
+    assert (result.peak_held_tokens, result.peak_used_tokens) == (112 + 208, 107 + 207)  # the last is measured no more
+    instant = replay_instant(Trace("one", 16, (TraceRequest(0, 24, 1, (0, 1)),)), 10)
+    assert (instant.peak_held_tokens, instant.peak_used_tokens) == (32, 24)
+
+
+class Tables:
+    """A watcher that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int, int]] = []
+
+    def on_finish(self, now: float, cache: CacheManager, lease: Lease) -> None:
+        """Note the time, the leases that live, and the length of the table."""
+        self.seen.append((now, cache.stats().num_leases, len(lease.block_table)))
+
+
+def test_watcher_sees_every_request_at_its_end() -> None:
+    """A watcher is shown each complete request with its blocks, before they are let go, in order of time."""
+    tables = Tables()
+    trace = Trace("two", None, (TraceRequest(0.0, 100, 8, ()), TraceRequest(1.0, 40, 3, ())))
+    replay_timed(trace, CacheConfig(num_pages=8), watcher=tables)
+    assert [(live, blocks) for _, live, blocks in tables.seen] == [(1, 7), (1, 3)]
+    assert 0 < tables.seen[0][0] < 1 < tables.seen[1][0]
+
+
+def test_pages_are_kept_free_between_steps() -> None:
+    """Upkeep runs as in an engine: with a reserve, whole pages are free again after every step."""
+    free: list[int] = []
+
+    class FreePages:
+        def on_finish(self, now: float, cache: CacheManager, lease: Lease) -> None:
+            free.append(cache.stats().free_pages)
+
+    trace = Trace("chat", None, tuple(TraceRequest(number * 1.0, 300, 4, ()) for number in range(60)))
+    replay_timed(trace, CacheConfig(num_pages=16, reserve_pages=4), watcher=FreePages())
+    assert min(free[20:]) >= 2
 
 
 def test_timed_replay_shares_prefixes() -> None:
