@@ -135,9 +135,9 @@ def test_a_prefill_without_room_preempts():
 
 def test_what_is_promised_is_not_given_away():
     """Long prompts reserve chunk by chunk; what they still need is kept for them, so that nobody gives way."""
-    kit = kit_of("full+window", num_blocks=80, max_step_tokens=24)
-    requests = [kit.add(f"r{i}", prompt_of(150, seed=i), 10) for i in range(3)]
-    kit.run(max_steps=400)
+    kit = kit_of("full+window", num_blocks=80, max_step_tokens=60)
+    requests = [kit.add(f"r{i}", prompt_of(150, seed=i), 60) for i in range(3)]
+    kit.run(max_steps=800)
     assert kit.observer.named("on_preempt") == []
     for request in requests:
         assert kit.tokens(request.request_id) == kit.expected(request)
