@@ -49,9 +49,9 @@ def test_engine_machine(model):
 @pytest.mark.heavy
 @pytest.mark.parametrize("model", MODELS)
 def test_engine_machine_long(model):
-    """The same for long; forks, preemptions, shared prompts and resizes come about in each kind of model."""
+    """The same for long; forks, preemptions and resizes come about in each kind of model."""
     happened = run_machine(model, 200, 80)
-    for what in ("on_fork", "on_preempt", "on_share", "resize", "refused resize"):
+    for what in ("on_fork", "on_preempt", "resize", "refused resize"):
         assert happened[what], f"no {what} came about"
 
 
