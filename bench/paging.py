@@ -1,18 +1,20 @@
 """What pages waste and what they buy, on an hour of real traffic through the very `CacheManager` that serves.
 
-    python bench/paging.py TRACES_DIR [--parts waste runs tables compaction] [--minutes 60] [--output FILE]
+    python bench/paging.py TRACES_DIR [--parts waste runs tables compaction] [--minutes 60] [--vllm PYTHON]
+        [--output FILE]
 
 waste: chat lengths, alone and mixed with long conversations: token places that hold nothing, peak held against peak
-used. runs: how contiguous sequences lie (page of one block = plain blocks), on a fresh pool and at the end of the hour,
-in a pool that is always full. tables: bytes of bookkeeping per token. compaction: what moving blocks together costs and
-gains after the hour. The lab's rate model stands in for the computation: 8,000 prompt tokens/s and 40 output tokens/s
-per request.
+used. runs: how contiguous sequences lie (a page of one block = plain blocks), on a fresh pool and at the end of the
+hour, in a pool that is always full; vLLM's block pool beside it, if a Python that has vLLM is given. tables: bytes of
+bookkeeping per token. compaction: what moving blocks together costs and gains after the hour. The lab's rate model
+stands in for the computation: 8,000 prompt tokens/s and 40 output tokens/s per request.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -160,6 +162,26 @@ def runs(chat: Trace, pool_tokens: int, reserves: list[int], page_sizes: list[in
     return rows
 
 
+def vllm_runs(python: str, chat: Trace, pool_tokens: int) -> dict[str, Any]:
+    """The same requests through vLLM's cache manager, in a process of its own Python."""
+    late_at = chat.requests[-1].at_seconds - LATE_SECONDS
+    command = [python, str(Path(__file__).with_name("paging_vllm.py"))]
+    command += ["--num-blocks", str(pool_tokens // BLOCK_TOKENS), "--late-at", str(late_at)]
+    rows = [(one.at_seconds, one.num_input_tokens, one.num_output_tokens) for one in chat.requests]
+    done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"vLLM failed: {done.stderr[-2000:]}")
+    fresh, late = Runs(), Runs()
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            has_evicted, is_late, blocks = json.loads(line)
+            if not has_evicted or is_late:
+                (late if has_evicted else fresh).add(np.array(blocks))
+    row = {"system": "vLLM", "pool_tokens": pool_tokens, "fresh": fresh.figures(), "late": late.figures()}
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def tables(chat: Trace, pool_tokens: int) -> dict[str, Any]:
     """Bytes that the bookkeeping takes, as Python's allocator counts them: of the empty manager by token of the pool,
     of leases by token that they hold, of finished sequences by token that stays cached."""
@@ -242,6 +264,7 @@ def main() -> int:
     parser.add_argument("--pool-tokens", type=int, default=2**17, help="of the pool that is always full")
     parser.add_argument("--reserve-tokens", type=int, nargs="+", default=[0, 4096], help="kept free ahead of need")
     parser.add_argument("--page-tokens", type=int, nargs="+", default=[16, 256, 512])
+    parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     chat = first_minutes(load_trace(arguments.traces / "azure" / "AzureLLMInferenceTrace_conv.csv"), arguments.minutes)
@@ -251,6 +274,8 @@ def main() -> int:
         result["waste"] = waste(chat, first_minutes(long, arguments.minutes))
     if "runs" in arguments.parts:
         result["runs"] = runs(chat, arguments.pool_tokens, arguments.reserve_tokens, arguments.page_tokens)
+        if arguments.vllm:
+            result["runs_vllm"] = vllm_runs(arguments.vllm, chat, arguments.pool_tokens)
     if "tables" in arguments.parts:
         result["tables"] = tables(chat, 2**20)
         print(json.dumps(result["tables"]), flush=True)
