@@ -167,7 +167,7 @@ def test_short_tables_and_strange_ids() -> None:
 
 
 def test_bytes_and_fingerprint() -> None:
-    """Bytes are those of the tensors; the fingerprint changes with shapes, dtype and block size, not with
+    """Bytes are those of the tensors; the fingerprint changes with shapes, dtype, block size, groups and lanes, not with
     the number of blocks.
     """
     kv = memory(torch.bfloat16)
@@ -175,7 +175,10 @@ def test_bytes_and_fingerprint() -> None:
     assert kv.num_bytes == kv.layout.bytes_per_token * BLOCK * 6 == kv.bytes_per_block * 6
     assert kv.layout == memory(torch.bfloat16, num_blocks=9).layout
     others = [layout(torch.float32), layout(torch.bfloat16, SHAPES[:1]), layout(torch.bfloat16, block_tokens=8)]
-    assert len({other.fingerprint for other in (kv.layout, *others)}) == 4
+    window = LayerGroup("window", window_tokens=8)
+    plans = [plan_lanes(of, SHAPES) for of in ([LayerGroup(), window], [window, LayerGroup()], [window, window])]
+    others += [KVLayout(SHAPES, plan, torch.bfloat16, BLOCK) for plan in plans]
+    assert len({other.fingerprint for other in (kv.layout, *others)}) == 7
 
 
 @pytest.mark.parametrize(
