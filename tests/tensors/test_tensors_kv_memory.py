@@ -167,8 +167,8 @@ def test_short_tables_and_strange_ids() -> None:
 
 
 def test_bytes_and_fingerprint() -> None:
-    """Bytes are those of the tensors; the fingerprint changes with shapes, dtype, block size, groups and lanes, not with
-    the number of blocks.
+    """Bytes are those of the tensors; the fingerprint changes with shapes, dtype, block size, groups and lanes, but not
+    with the number of blocks.
     """
     kv = memory(torch.bfloat16)
     assert kv.layout.bytes_per_token == kv.layout.lane_bytes_per_token == (2 * 16 + 1 * 20) * 2
