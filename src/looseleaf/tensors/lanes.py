@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from looseleaf.core.config import GROUP_KINDS, LayerGroup
 
-MAX_PADDING = 0.03
+MAX_PADDING = 0.04
 """Share of all layer places that may stay without a layer for the sake of fewer lanes."""
 
 
