@@ -114,6 +114,9 @@ def test_pending_copies_of_a_fork_follow(make: MakeCache) -> None:
     child = parent.fork()
     cache.resize(4)
     assert child.copies == [(int(parent.block_table[2]), int(child.block_table[2]))]
+    child.copies = [(99, 98)]  # of a larger pool, done and never cleared
+    cache.resize(6)
+    cache.resize(4)
     parent.release()
     child.release()
 

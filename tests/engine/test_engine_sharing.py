@@ -21,7 +21,7 @@ def check_tokens(kit, *requests):
 
 
 def test_fifty_equal_prompts_are_computed_once():
-    """[M122] Fifty equal prompts arrive together: one is computed whole, of each other one only the last block."""
+    """Fifty equal prompts arrive together: one is computed whole, of each other one only the last block."""
     kit = EngineKit(num_blocks=400)
     requests = [kit.add(f"r{i}", prompt_of(30), 4) for i in range(50)]
     kit.run()
@@ -116,7 +116,7 @@ def out_of_blocks(kit):
 
 
 def test_namespaces_and_private_requests_never_wait():
-    """[T90] Another namespace, or reuse switched off on either side: nothing is shared, so nobody waits."""
+    """Another namespace, or reuse switched off on either side: nothing is shared, so nobody waits."""
     kit = EngineKit(num_blocks=200)
     requests = [
         kit.add("a", prompt_of(30), 2, namespace="a"),

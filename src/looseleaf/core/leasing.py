@@ -187,7 +187,8 @@ class LeaseDesk:
         """Blocks have other ids now: `new_id` [old id], and ABSENT for ABSENT."""
         for lease in self.live.values():
             lease.set_table(new_id[lease.table[: lease.num_blocks]])
-            lease.copies = [(int(new_id[source]), int(new_id[target])) for source, target in lease.copies]
+            known = [pair for pair in lease.copies if max(pair) < len(new_id) - 1]  # others were done long ago
+            lease.copies = [(int(new_id[source]), int(new_id[target])) for source, target in known]
             self._sync(lease)
 
     # --- one lease ------------------------------------------------------------------------------------------------
