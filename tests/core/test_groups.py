@@ -99,6 +99,39 @@ def test_branch_points_are_learned(make: MakeCache) -> None:
     assert hits[2:] == [64] * 4
 
 
+def test_where_prompts_part_is_kept(make: MakeCache) -> None:
+    """Where a second prompt parts from a first, a third hits, though the pool is full of younger one-off prompts."""
+    cache = make(3 * 56, groups=HYBRID)
+    shared, hits = prompt(64, seed=9), []
+    for number in range(8):
+        lease = serve(cache, [*shared, *prompt(48, seed=100 + number)])
+        hits.append(lease.num_cached_tokens)
+        lease.release()
+        for seed in range(3):
+            serve(cache, prompt(40, seed=1000 + 10 * number + seed)).release()
+    assert sum(hit == 64 for hit in hits) >= 6
+
+
+def test_an_end_that_somebody_waits_for_is_kept(make: MakeCache) -> None:
+    """A place behind which another request will go on survives the rest of a long prefill in a full pool."""
+    found = []
+    for is_expected in (False, True):
+        cache = make(3 * 56, groups=HYBRID)
+        for seed in range(8):
+            serve(cache, prompt(72, seed=50 + seed)).release()
+        tokens = prompt(160)
+        leader = cache.lease(tokens)
+        if is_expected:
+            leader.expect_end(40)
+        for end in range(8, 161, 8):
+            leader.reserve(end)
+            leader.commit(end)
+        found.append(cache.match([*tokens[:40], 1]).num_tokens)
+        leader.release()
+    assert found[0] < 40
+    assert found[1] == 40
+
+
 def test_rows_that_slid_out_go_before_leaves(make: MakeCache) -> None:
     """Memory for a new prompt comes from the inside of long ones before any prompt's end is lost."""
     cache = make(96, groups=HYBRID)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from looseleaf import BlocksMoved, CacheConfig, CacheManager, ConfigError, LayerGroup, OutOfBlocks, ResizeRefused
+from looseleaf import (
+    BlocksMoved,
+    CacheConfig,
+    CacheManager,
+    ConfigError,
+    LayerGroup,
+    LifecycleError,
+    OutOfBlocks,
+    RequestError,
+    ResizeRefused,
+)
 from looseleaf.core.events import CacheEvent
 from looseleaf.testing.mirror import EventMirror
 from looseleaf.testing.stamps import StampMemory
@@ -91,6 +101,27 @@ def test_a_shrink_is_refused_with_numbers(make: MakeCache) -> None:
     with pytest.raises(ConfigError):
         cache.resize(0)
     assert cache.stats().num_blocks == before.num_blocks
+
+
+def test_an_engine_moves_its_own_blocks(make: MakeCache) -> None:
+    """Once somebody does the copies, nobody else may cause some; what is no number of pages is refused."""
+    cache, owner = make(16), object()
+    cache.claim_moves(owner)
+    for move in (cache.resize, cache.compact):
+        with pytest.raises(LifecycleError, match="engine's resize"):
+            move(8)
+        move(8, by=owner)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(RequestError):
+            cache.compact(wrong, by=owner)
+
+
+def test_the_watermark_keeps_its_share(make: MakeCache) -> None:
+    """A smaller pool keeps fewer pages ready, a larger one more, and the first size has the first watermark."""
+    cache = make(256, blocks_per_page=4, reserve_pages=4)
+    for num_pages, reserve_pages in ((16, 1), (2, 1), (1, 0), (64, 4), (128, 8)):
+        cache.resize(num_pages)
+        assert (cache.config.reserve_pages, cache.plan.reserve_blocks) == (reserve_pages, 4 * reserve_pages)
 
 
 def test_soft_pins_give_way_to_a_smaller_quota(make: MakeCache) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from looseleaf import CacheManager, OutOfBlocks, PinQuotaExceeded, RequestError, UnknownPin, UnknownRequest
+from looseleaf.core.pins import PinBook
 from looseleaf.testing.clock import ManualClock
 from tests.core.conftest import MakeCache, run, start, tokens
 
@@ -267,6 +270,43 @@ def test_waiting_pins_cost_nobody_else(make: MakeCache) -> None:
     run(cache, tokens(7, 8))
     run(cache, tokens(5000, 8))
     assert looked_at == ["pin-8"]
+
+
+def test_a_growing_pin_costs_what_is_new(make: MakeCache) -> None:
+    """A pin that follows a growing sequence does not walk all that it holds for each new block."""
+    cache = make(600, pin_quota=1.0)
+    prompt = tokens(1, 2200)
+    cache.pin(prompt)
+    lease = cache.lease(prompt)
+    calls = []
+    for end in range(4, 2200, 4):
+        lease.reserve(end)
+        num_calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event == "call"
+
+        sys.setprofile(count)
+        lease.commit(end)
+        sys.setprofile(None)
+        calls.append(num_calls)
+    assert cache.pins()[0].num_pinned_tokens == 2196
+    assert max(calls[-50:]) < 2 * max(calls[50:100])
+    lease.release()
+
+
+def test_limited_pins_are_not_walked_at_each_eviction(make: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins that lack quota are looked at again when quota was given back, not whenever something is evicted."""
+    cache = make(64, pin_quota=0.25)
+    run(cache, tokens(1, 100), "doc")
+    cache.pin(request_id="doc", level="soft")
+    advanced = []
+    advance = PinBook.advance
+    monkeypatch.setattr(PinBook, "advance", lambda book, record: (advanced.append(record), advance(book, record))[1])
+    for seed in range(2, 20):
+        run(cache, tokens(seed, 100))
+    assert len(advanced) <= 1
 
 
 def test_cancelled_pins_leave_nothing(make: MakeCache) -> None:

@@ -27,7 +27,9 @@ def code_lines(source: str) -> int:
 
 def test_code_lines_are_counted() -> None:
     """A docstring, a comment and a blank line are no code; a statement over two lines is two."""
-    assert code_lines('"""Doc.\n\nMore."""\n\n# comment\nx = (\n    1)\n\n\ndef f():\n    """Doc."""\n    return x\n') == 4
+    assert (
+        code_lines('"""Doc.\n\nMore."""\n\n# comment\nx = (\n    1)\n\n\ndef f():\n    """Doc."""\n    return x\n') == 4
+    )
 
 
 def test_src_stays_within_its_budget() -> None:

@@ -28,8 +28,9 @@ class Lease:
     """
 
     __slots__ = (
-        "copies", "desk", "expected_tokens", "explanation", "first_rows", "head", "is_open", "namespace", "node",
-        "num_blocks", "num_cached_tokens", "opened_tick", "own_node", "request_id", "row", "stores", "table", "views",
+        "copies", "desk", "expected_ends", "expected_tokens", "explanation", "first_rows", "head", "is_open",
+        "namespace", "node", "num_blocks", "num_cached_tokens", "opened_tick", "own_node", "request_id", "row",
+        "stores", "table", "views",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,7 @@ class Lease:
         self.first_rows = first_rows  # the logical block with which each group begins
         self.opened_tick = opened_tick
         self.expected_tokens: int | None = None
+        self.expected_ends: set[int] = set()  # logical blocks behind which others will go on
         self.num_cached_tokens = 0
         self.stores = stores
         self.explanation = explanation
@@ -169,6 +171,15 @@ class Lease:
             LeaseClosed: the lease is released.
         """
         self.desk.commit(self, num_tokens)
+
+    def expect_end(self, num_tokens: int) -> None:
+        """Another request waits to go on from this sequence's first `num_tokens` tokens: once these are committed, what
+        a hit there needs is kept before other rows that slid out of windows.
+
+        Raises:
+            LeaseClosed: the lease is released.
+        """
+        self.desk.expect_end(self, num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Drop known but uncommitted tokens beyond `num_tokens`, and the room beyond it (rejected drafts).

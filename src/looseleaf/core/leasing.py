@@ -397,11 +397,23 @@ class LeaseDesk:
             data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
             rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
             lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, rows, lease.opened_tick)
+            for end in [end for end in lease.expected_ends if end <= last]:
+                lease.expected_ends.remove(end)
+                self._store.mark_end(lease.node, end)
         for number, group in enumerate(self._store.plan.groups):
             if group.slides:
                 self._slide(lease, number, group, last)
         lease.views = None
         self._sync(lease)
+
+    def expect_end(self, lease: Lease, num_tokens: int) -> None:
+        """See `Lease.expect_end`."""
+        num_tokens = _count(num_tokens, "expect_end")
+        with self._lock:
+            self._check_open(lease, "expect_end")
+            num_blocks = num_tokens // self._block_tokens
+            if self._store.sliding and num_blocks * self._block_tokens > self.rows.num_committed[lease.row]:
+                lease.expected_ends.add(num_blocks)
 
     def _slide(self, lease: Lease, number: int, group: GroupPlan, num_committed_blocks: int) -> None:
         """Let a group go of what is not needed any more behind `num_committed_blocks` blocks."""
@@ -409,7 +421,7 @@ class LeaseDesk:
         needed = group.first_needed_block(num_committed_blocks)
         if needed > first:
             out = lease.table[first:needed, group.lanes]
-            self._store.slide(lease.node, out.ravel(), first)
+            self._store.slide(lease.node, out.ravel(), first, needed)
             out[:] = ABSENT
             lease.first_rows[number] = needed
 

@@ -24,6 +24,7 @@ from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmen
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
+from looseleaf.errors import LifecycleError, RequestError
 from looseleaf.ids import Int64Array, Namespace, RequestId
 
 
@@ -60,7 +61,8 @@ class CacheManager:
     def __init__(
         self, config: CacheConfig, clock: Callable[[], float] = time.monotonic, on_event: EventListener | None = None
     ) -> None:
-        self.config = config
+        self.config = self._first_config = config
+        self._mover: object | None = None
         self.plan = CachePlan.of(config)
         self._clock = clock
         self._lock = threading.RLock()
@@ -238,29 +240,53 @@ class CacheManager:
             self._store.expire_pins()
             return Room(self._store.ledger.num_free_blocks, self._store.ledger.num_evictable_blocks)
 
-    def resize(self, num_pages: int) -> ResizeResult:
+    def claim_moves(self, mover: object) -> None:
+        """From now on only `mover` may resize or compact: whoever owns the tensors, since it must do the copies."""
+        self._mover = mover
+
+    def _check_mover(self, by: object | None) -> None:
+        if self._mover is not None and by is not self._mover:
+            raise LifecycleError("an engine runs on this cache and must do the copies", "use the engine's resize")
+
+    def resize(self, num_pages: int, *, by: object | None = None) -> ResizeResult:
         """Give the pool another number of pages: grow, or shrink by evicting and by moving what is held.
 
         Tables of live leases may change: read them again. The tensors must do `copies` of the answer before anything
-        else. O(blocks + nodes).
+        else. `reserve_pages` keeps its share of the pool. `by`: who asks, see `claim_moves`. O(blocks + nodes).
 
         Raises:
-            ConfigError: not a number of pages >= 1, or below `reserve_pages`.
+            ConfigError: not a number of pages >= 1.
+            LifecycleError: an engine runs on this cache, and it is not the one that asks.
             ResizeRefused: running requests or hard pins need more; nothing has changed.
         """
-        config = replace(self.config, num_pages=num_pages)
+        self._check_mover(by)
+        replace(self.config, num_pages=num_pages, reserve_pages=0)  # refuses what is no number of pages
+        config = replace(self.config, num_pages=num_pages, reserve_pages=self._reserve_pages(num_pages))
         with self._lock:
             self._store.expire_pins()
             result = resize(self._store, self._desk, CachePlan.of(config))
             self.config, self.plan = config, self._store.plan
             return result
 
-    def compact(self, num_pages: int) -> CompactionResult:
+    def _reserve_pages(self, num_pages: int) -> int:
+        first = self._first_config
+        if first.reserve_pages == 0:
+            return 0
+        return min(num_pages - 1, max(1, round(first.reserve_pages * num_pages / first.num_pages)))
+
+    def compact(self, num_pages: int, *, by: object | None = None) -> CompactionResult:
         """Make up to `num_pages` more whole pages free by moving cached blocks together, never those that are held.
 
         The tensors must do `copies` of the answer before anything else. O(blocks + nodes). Nobody calls this by itself:
         it pays only where whole pages are worth more than the copies (docs/decisions).
+
+        Raises:
+            RequestError: not a number of pages >= 0.
+            LifecycleError: an engine runs on this cache, and it is not the one that asks (`by`).
         """
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 0:
+            raise RequestError(f"compact({num_pages!r}): a number of pages is an integer >= 0")
+        self._check_mover(by)
         with self._lock:
             return compact(self._store, self._desk, num_pages)
 

@@ -98,6 +98,7 @@ class PinBook:
         self._anchored: dict[int, dict[bytes, dict[str, PinRecord]]] = {}
         self._expiries: list[tuple[float, str]] = []
         self._limited: dict[str, PinRecord] = {}
+        self._refilled = (0, 0, 0)  # what was taken, and of which quota, when limited pins were looked at last
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -218,11 +219,14 @@ class PinBook:
 
     def advance(self, record: PinRecord) -> None:
         """Move a pin down along its tokens as far as they are stored and the quota goes."""
-        here = record.node.end
-        path, num_stored = self._stored_path(record)
+        here, size = record.node.end, self._tree.block_bytes
+        match = self._tree.find(record.node, record.data[here * size :], record.num_blocks - here)
+        num_stored = here + match.num_blocks
         if num_stored > here:
-            used = self._used(record, path, num_stored)
-            fitting = np.flatnonzero(used[here:] <= used[here] + self._room(record))
+            firsts = [group.first_needed_block(here) for _, group in self._guarded_groups(record)]
+            path = match.node.path(min(firsts, default=here))  # what the move changes, not all above
+            used = self._used(record, path, here, num_stored)
+            fitting = np.flatnonzero(used <= used[0] + self._room(record))
             self._move(record, path, here + int(fitting[-1]) if len(fitting) else here)
         if record.node.end < num_stored:
             self._limited[record.id] = record
@@ -232,12 +236,14 @@ class PinBook:
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
-        self._displace(self.num_pinned_blocks - self.quota_blocks)
-        if not self._limited:
+        state = (self.num_hard_blocks, self.num_soft_blocks, self.quota_blocks)
+        if state == self._refilled:
             return
+        self._displace(self.num_pinned_blocks - self.quota_blocks)
         for record in sorted(self._limited.values(), key=lambda pin: (pin.level != HARD, -pin.priority)):
             if self._room(record) > 0:
                 self.advance(record)
+        self._refilled = (self.num_hard_blocks, self.num_soft_blocks, self.quota_blocks)
 
     def set_quota(self, quota_blocks: int) -> None:
         """Another quota, not below what hard pins hold; soft ones give way."""
@@ -247,8 +253,9 @@ class PinBook:
     # --- quota ----------------------------------------------------------------------------------------------------
 
     def _check_quota(self, record: PinRecord) -> None:
-        path, num_stored = self._stored_path(record)
-        needed, available = int(self._used(record, path, num_stored)[-1]), self._room(record)
+        match = self._tree.find(record.node, record.data, record.num_blocks)
+        needed = int(self._used(record, match.node.path(), 0, match.num_blocks)[-1])
+        available = self._room(record)
         if needed > available:
             self.num_refused_pins += 1
             raise PinQuotaExceeded(needed, available, self.quota_blocks, self.num_hard_blocks)
@@ -258,40 +265,38 @@ class PinBook:
         taken = self.num_hard_blocks if record.level == HARD else self.num_pinned_blocks
         return max(0, self.quota_blocks - taken)
 
-    def _stored_path(self, record: PinRecord) -> tuple[list[Node], int]:
-        """The nodes of a pin's tokens that are stored, and how many of its blocks these are; read-only."""
-        match = self._tree.find(self._tree.root(record.node.namespace), record.data, record.num_blocks)
-        return match.node.path(), match.num_blocks
-
     def _guarded_groups(self, record: PinRecord) -> Iterator[tuple[int, GroupPlan]]:
         for column, group in enumerate(self._slid_out.groups):
             if record.cache_type in ("kv", group.group.name):
                 yield column, group
 
-    def _used(self, record: PinRecord, path: list[Node], num_blocks: int) -> Int64Array:
-        """Blocks of quota that this pin alone takes if it ends after 0, 1, …, `num_blocks` blocks: [num_blocks + 1].
+    def _used(self, record: PinRecord, path: list[Node], first: int, last: int) -> Int64Array:
+        """Blocks of quota that this pin alone takes if it ends after `first`, `first` + 1, …, `last` blocks, up to a
+        constant that is 0 if `path` begins at the root: int64 [last - first + 1].
 
-        Rows that others of its level (for a soft pin, any) pin as well cost nothing.
+        `path` goes on from what a pin that ends at `first` guards. Rows that others of its level (for a soft pin, any)
+        pin as well cost nothing.
         """
         here, is_hard = record.node.end, record.level == HARD
-        is_alone = np.empty(path[-1].end if path else 0, dtype=np.bool_)
+        base = path[0].start if path else 0
+        is_alone = np.empty(path[-1].end - base if path else 0, dtype=np.bool_)
         for node in path:
             num_others = node.num_hard_pins + (0 if is_hard else len(node.soft_priorities)) - (node.end <= here)
-            is_alone[node.start : node.end] = num_others == 0
-        used = np.zeros(num_blocks + 1, dtype=np.int64)
-        used[1:] = np.cumsum(is_alone[:num_blocks]) * self._num_full_lanes
+            is_alone[node.start - base : node.end - base] = num_others == 0
+        summed = np.concatenate(([0], np.cumsum(is_alone)))
+        used: Int64Array = summed[first - base : last - base + 1] * self._num_full_lanes
         for column, group in self._guarded_groups(record):
             for node in path:
                 assert node.marks is not None  # there are sliding groups
                 counts = node.marks.hard_guards[:, column].copy()
                 if not is_hard:
                     counts += node.marks.soft_guards[:, column]
-                first = max(group.first_needed_block(here) - node.start, 0)
                 if node.start < here:
-                    counts[first : here - node.start] -= 1
-                is_alone[node.start : node.end] = counts == 0
-            summed = np.concatenate(([0], np.cumsum(is_alone[:num_blocks])))
-            used += (summed - summed[group.first_needed_blocks(num_blocks)]) * group.num_lanes
+                    counts[max(group.first_needed_block(here) - node.start, 0) : here - node.start] -= 1
+                is_alone[node.start - base : node.end - base] = counts == 0
+            summed = np.concatenate(([0], np.cumsum(is_alone)))
+            needed = group.first_needed_blocks(last)[first:] - base
+            used = used + (summed[first - base : last - base + 1] - summed[needed]) * group.num_lanes
         return used
 
     def _displace(self, num_blocks: int) -> None:
@@ -312,7 +317,7 @@ class PinBook:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
         before = self.num_pinned_blocks
         path = record.node.path()
-        used = self._used(record, path, record.node.end)
+        used = self._used(record, path, 0, record.node.end)
         fitting = np.flatnonzero(used <= used[-1] - num_blocks)
         self._move(record, path, int(fitting[-1]) if len(fitting) else 0)
         self._limited[record.id] = record

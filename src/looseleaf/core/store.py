@@ -139,14 +139,14 @@ class BlockStore:
             step.num_holders += 1
         self.ledger.hold(blocks)
 
-    def slide(self, node: Node, blocks: Int32Array, first_block: int) -> None:
-        """A holder of the path down to `node` lets go of `blocks` [n] in one sliding group, the lowest of which is the
-        logical block `first_block`."""
+    def slide(self, node: Node, blocks: Int32Array, first_block: int, stop_block: int) -> None:
+        """A holder of the path down to `node` lets go of `blocks` [n] in one sliding group: those of the logical blocks
+        `first_block` to `stop_block` (exclusive)."""
         self.ledger.drop(blocks)
         while not node.alive:
             assert node.parent is not None  # a root is always alive
             node = node.parent
-        self.slid_out.review(node.path(first_block))
+        self.slid_out.review([step for step in node.path(first_block) if step.start < stop_block])
 
     def _hold_path(self, path: list[Node], blocks: Int32Array) -> None:
         self.ledger.hold(blocks)
@@ -161,16 +161,25 @@ class BlockStore:
     def _first_needed(self, num_blocks: int) -> list[int]:
         return [group.first_needed_block(num_blocks) for group in self.plan.groups]
 
-    def _mark_needed(self, node: Node, firsts: list[int]) -> None:
-        """A look-up or a lease ended at `node` and needed, or held, each group's rows from `firsts` on."""
+    def mark_end(self, node: Node, num_blocks: int) -> None:
+        """Somebody will go on behind the first `num_blocks` blocks of the path down to `node`."""
+        while not node.alive:
+            assert node.parent is not None  # a root is always alive
+            node = node.parent
+        self._mark_needed(node, self._first_needed(num_blocks), num_blocks)
+
+    def _mark_needed(self, node: Node, firsts: list[int], end: int | None = None) -> None:
+        """A look-up or a lease ended at `node`, or in its path after `end` blocks, and needed, or held, each group's
+        rows from `firsts` on."""
         if not self.sliding or node.is_root:
             return
         slides = [first for first, group in zip(firsts, self.plan.groups, strict=True) if group.slides]
         path = node.path(min(slides))
         for step in path:
             assert step.marks is not None  # there are sliding groups
+            stop = step.num_blocks if end is None else max(0, end - step.start)
             for column, first in enumerate(slides):
-                step.marks.ticks[max(0, first - step.start) :, column] = self.tick
+                step.marks.ticks[max(0, first - step.start) : stop, column] = self.tick
         self.slid_out.review(path)
 
     # --- storing --------------------------------------------------------------------------------------------------
@@ -242,6 +251,8 @@ class BlockStore:
             if node.marks is not None:
                 node.marks.extend(len(blocks), tick)
         else:
+            if not own_node:  # runs part here: others may end here too
+                self._mark_needed(node, self._first_needed(node.end))
             leaf = self.tree.insert(node, data, blocks)
             leaf.num_holders = 1
             self.tick += 1

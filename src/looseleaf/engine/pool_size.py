@@ -47,6 +47,7 @@ class PoolSize:
         self._scheduler = scheduler
         self._lock = lock
         self._wanted: deque[_Wanted] = deque()
+        cache.claim_moves(self)
         self._set_limit(cache.plan)
 
     @property
@@ -97,13 +98,13 @@ class PoolSize:
         try:
             if num_pages >= before.num_pages:  # memory first, since it may be refused; no block moves
                 runner.resize(CachePlan.of(cache.config, num_pages).num_blocks, ())
-                return cache.resize(num_pages)
-            result = cache.resize(num_pages)
+                return cache.resize(num_pages, by=self)
+            result = cache.resize(num_pages, by=self)
             copies = chained_copies(self._scheduler.take_copies(), result.copies, result.num_blocks)
             try:
                 runner.resize(result.num_blocks, copies)
             except CapacityError:
-                back = cache.resize(before.num_pages)
+                back = cache.resize(before.num_pages, by=self)
                 runner.resize(back.num_blocks, chained_copies(copies, back.copies, back.num_blocks))
                 raise
         finally:

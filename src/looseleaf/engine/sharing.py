@@ -49,6 +49,7 @@ class InFlightSharing:
         num_found = self._cache.match(tokens, namespace=request.namespace).num_tokens
         if num_tokens <= num_found:
             return None
+        leader.held.expect_end(num_tokens)
         return Wait(leader, num_tokens, num_found if sequence.wait is None else sequence.wait.num_found_tokens)
 
 
