@@ -70,7 +70,7 @@ def prompts(tokenizer: HFTokenizer, count: int, longest: int) -> list[np.ndarray
 
 def engine_tokens(runner: HFRunner, asked: list[np.ndarray], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of all prompts through one engine, in mixed batches."""
-    cache = CacheManager(CacheConfig(num_pages=runner.num_blocks // 16, page_tokens=256, block_tokens=16))
+    cache = CacheManager(CacheConfig(num_pages=runner.num_blocks // 16, groups=runner.info.groups))
     engine = Engine(cache, runner, LetterTokenizer(), EngineConfig(max_step_tokens=256))
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     got: dict[str, list[int]] = {str(index): [] for index in range(len(asked))}
