@@ -92,6 +92,18 @@ def test_blocks_of_another_size_are_noticed() -> None:
         replay_instant(trace, 10)
 
 
+def test_untold_partial_blocks() -> None:
+    """A trace may leave partial last blocks out: these tokens are input that never hits, in both modes."""
+    requests = tuple(TraceRequest(number * 10.0, 40, 1, (0, 1)) for number in range(3))
+    trace = Trace("whole blocks", 16, requests)
+    for result in (replay_instant(trace, 10), replay_timed(trace, CacheConfig(num_pages=8))):
+        assert (result.input_tokens, result.hit_tokens) == (120, 64)
+    with pytest.raises(ConfigError, match="has 48 tokens but only 2 blocks"):
+        replay_timed(Trace("short", 16, (TraceRequest(0, 48, 1, (0, 1)),)), CacheConfig(num_pages=8))
+    with pytest.raises(ConfigError, match="has 48 tokens in 2 blocks"):
+        replay_instant(Trace("short", 16, (TraceRequest(0, 48, 1, (0, 1)),)), 10)
+
+
 def test_waste_of_partial_blocks() -> None:
     """Instant replay counts what partial last blocks leave empty."""
     trace = Trace("partial", 16, (TraceRequest(0, 24, 1, (0, 1)),))

@@ -1,8 +1,8 @@
 """Replay of a trace, each request served at once and alone: what a policy and a capacity would have hit.
 
 The rules are those of a referee that works on blocks: each block of the trace is one block of the cache, filled with
-tokens of its own; one token is added to each prompt so that all of it can hit; a partial last block weighs the tokens
-that it has; of a request longer than the capacity only the first blocks are stored.
+tokens of its own; one token is added to each prompt so that all of it can hit; a partial last block, if the trace tells
+it, weighs the tokens that it has; of a request longer than the capacity only the first blocks are stored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def replay_instant(
             f"with --instant a block of the trace is a block of the cache: use --block-tokens {trace.block_tokens}",
         )
     for number, request in enumerate(trace.requests):
-        if len(request.blocks) != -(-request.num_input_tokens // size):
+        if not 0 <= len(request.blocks) - request.num_input_tokens // size <= bool(request.num_input_tokens % size):
             raise ConfigError(
                 f"request {number} of {trace.name} has {request.num_input_tokens} tokens in {len(request.blocks)} "
                 f"blocks, which are not blocks of {size} tokens",

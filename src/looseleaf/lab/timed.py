@@ -23,7 +23,7 @@ from looseleaf.lab.replay import ReplayResult
 from looseleaf.lab.traces import Trace, TraceRequest
 
 OUTPUT_TOKEN = 2**31 - 1
-"""Fills generated places; no block id of a trace is as high."""
+"""Fills generated places; no block id of a trace is as high. What a trace does not tell lies right below it."""
 
 FIRST_GUESS_TOKENS = 128
 MEMORY_OF_OUTPUTS = 0.02
@@ -249,13 +249,19 @@ def _lease_of(sequence: _Sequence) -> Lease:
 
 
 def _tokens(request: TraceRequest, number: int, block_tokens: int | None) -> Int32Array:
-    """int32 [num_input_tokens]: each block of the trace filled with its id, or the request's number throughout."""
-    num_tokens = max(1, request.num_input_tokens)
+    """int32 [num_input_tokens]: each block of the trace filled with its id, what no block is told for with a token that
+    no other request has.
+
+    Raises:
+        ConfigError: whole blocks are missing.
+    """
+    tokens = np.full(max(1, request.num_input_tokens), OUTPUT_TOKEN - 1 - number, dtype=np.int32)
     if block_tokens is None or not request.blocks:
-        return np.full(num_tokens, number, dtype=np.int32)
-    tokens = np.repeat(np.array(request.blocks, dtype=np.int32), block_tokens)[:num_tokens]
-    if len(tokens) < num_tokens:
+        return tokens
+    told = np.repeat(np.array(request.blocks, dtype=np.int32), block_tokens)[: len(tokens)]
+    if len(tokens) - len(told) >= block_tokens:
         raise ConfigError(
-            f"request {number} of the trace has {num_tokens} tokens but only {len(request.blocks)} blocks"
+            f"request {number} of the trace has {len(tokens)} tokens but only {len(request.blocks)} blocks"
         )
+    tokens[: len(told)] = told
     return tokens
