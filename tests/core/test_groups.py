@@ -67,7 +67,7 @@ def test_hits_inside_at_and_after_the_window(make: MakeCache, hit_tokens: int) -
 
 
 def test_a_hit_needs_its_window(make: MakeCache) -> None:
-    """[H98] A prefix hits only where every group still holds what it needs; the explanation names the group."""
+    """[H98] [H107] A prefix hits only where every group holds what it needs; a loss is explained, by the group."""
     cache = make(60, groups=HYBRID)
     tokens = prompt(80)  # 20 blocks in the full lane, 2 x 20 in the window's
     serve(cache, tokens).release()

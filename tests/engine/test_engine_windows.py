@@ -191,3 +191,19 @@ def test_a_cache_of_another_model_is_refused():
         with pytest.raises(ConfigError, match=words):
             Engine(cache, runner, FakeTokenizer(), EngineConfig())
     Engine(CacheManager(CacheConfig(8, 4, 4, layout="fake/1")), runner, FakeTokenizer(), EngineConfig())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_context_limit_ends_instead_of_shifting(model):
+    """[H102] [P16] At the limit of its context a request ends with LENGTH; positions are never shifted to make room, so
+    every token before it is the cold one, and what it computed still hits."""
+    kit = EngineKit(96, groups=MODELS[model], max_model_tokens=40)
+    request = kit.add("long", prompt_of(20), 100)
+    kit.run()
+    assert kit.reason("long") is FinishReason.LENGTH
+    assert kit.tokens("long") == kit.expected(request, 20)
+    again = kit.add("again", prompt_of(20), 100)
+    kit.run()
+    assert kit.tokens("again") == kit.expected(again, 20)
+    assert kit.last("again").usage.num_cached_tokens == 16
+    assert kit.runner.mismatches == []
