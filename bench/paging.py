@@ -203,6 +203,7 @@ def tables(chat: Trace, pool_tokens: int) -> dict[str, Any]:
     full = tracemalloc.get_traced_memory()[0]
     told = cache.fragmentation()
     table_bytes = sum(lease.block_table.nbytes for lease in leases)
+    id_bytes = sum(4 * lease.num_tokens for lease in leases)
     for lease in leases:
         lease.release()
     num_leases = len(leases)
@@ -219,9 +220,9 @@ def tables(chat: Trace, pool_tokens: int) -> dict[str, Any]:
         "block_table_bytes_per_held_token": round(table_bytes / held, 3),
         "fixed_bytes_per_pool_token": round((empty - before) / pool_tokens, 3),
         "live_bytes_per_held_token": round((full - empty) / held, 3),
-        "of_which_token_ids": 8.0,
+        "of_which_token_ids_in_leases_and_tree": round(2 * id_bytes / held, 3),
         "cached_bytes_per_cached_token": round((cached - empty) / cached_tokens, 3),
-        "fragmentation_table_bytes_per_token": round(told.table_bytes_per_token, 3),
+        "tables_masks_references_lease_rows_bytes_per_pool_token": round(told.table_bytes_per_token, 3),
     }
 
 
