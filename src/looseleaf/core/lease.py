@@ -86,14 +86,13 @@ class Lease:
     @property
     def block_table(self) -> Int32Array:
         """Block ids of the first layer group in logical order, int32 [num_blocks] ([num_blocks, num_lanes] if it has
-        several lanes), read-only. Entries may change at this lease's commit and when the cache is resized or compacted,
-        never elsewhere: read it again after these.
+        several lanes), read-only. Entries may change at this lease's commit and when the cache is resized, never
+        elsewhere: read it again after these.
 
         Raises:
             LeaseClosed: the lease is released.
         """
-        table = self.desk.tables(self)[0]
-        return table[:, 0] if table.shape[1] == 1 else table
+        return _in_one_column(self.desk.tables(self)[0])
 
     @property
     def tables(self) -> tuple[Int32Array, ...]:
@@ -116,13 +115,8 @@ class Lease:
         Raises:
             LeaseClosed: the lease is released.
         """
-        names = self.desk.group_names
-        return MappingProxyType(
-            {
-                name: table[:, 0] if table.shape[1] == 1 else table
-                for name, table in zip(names, self.desk.tables(self), strict=True)
-            }
-        )
+        tables = map(_in_one_column, self.desk.tables(self))
+        return MappingProxyType(dict(zip(self.desk.group_names, tables, strict=True)))
 
     @property
     def first_blocks(self) -> Mapping[str, int]:
@@ -247,3 +241,8 @@ class Lease:
         self.table[self.num_blocks : needed] = blocks
         self.num_blocks = needed
         self.views = None
+
+
+def _in_one_column(table: Int32Array) -> Int32Array:
+    """A table of one lane as int32 [num_blocks]; any other as it is."""
+    return table[:, 0] if table.shape[1] == 1 else table

@@ -278,7 +278,7 @@ class CacheManager:
         """Make up to `num_pages` more whole pages free by moving cached blocks together, never those that are held.
 
         The tensors must do `copies` of the answer before anything else. O(blocks + nodes). Nobody calls this by itself:
-        it pays only where whole pages are worth more than the copies (docs/decisions).
+        it pays only where whole pages are worth more than the copies (`bench/paging.py --parts compaction`).
 
         Raises:
             RequestError: not a number of pages >= 0.

@@ -113,9 +113,7 @@ class BlockStore:
     def let_go(self, node: Node, blocks: Int32Array, firsts: list[int]) -> None:
         """Undo `hold`: drop one holder of `blocks` [n], of which those stored lie on the path down to `node`, in each
         group from the logical block of `firsts` on."""
-        while not node.alive:  # cleared while it was held
-            assert node.parent is not None  # a root is always alive
-            node = node.parent
+        node = node.nearest_alive()
         path = node.path()
         self.ledger.drop(blocks)
         self.tick += 1
@@ -132,9 +130,7 @@ class BlockStore:
         """One more holder for blocks that have one; those stored lie on the path down to `node`. Not a use for the
         policy."""
         node.sealed = True
-        while not node.alive:
-            assert node.parent is not None  # a root is always alive
-            node = node.parent
+        node = node.nearest_alive()
         for step in node.path():
             step.num_holders += 1
         self.ledger.hold(blocks)
@@ -143,9 +139,7 @@ class BlockStore:
         """A holder of the path down to `node` lets go of `blocks` [n] in one sliding group: those of the logical blocks
         `first_block` to `stop_block` (exclusive)."""
         self.ledger.drop(blocks)
-        while not node.alive:
-            assert node.parent is not None  # a root is always alive
-            node = node.parent
+        node = node.nearest_alive()
         self.slid_out.review([step for step in node.path(first_block) if step.start < stop_block])
 
     def _hold_path(self, path: list[Node], blocks: Int32Array) -> None:
@@ -163,9 +157,7 @@ class BlockStore:
 
     def mark_end(self, node: Node, num_blocks: int) -> None:
         """Somebody will go on behind the first `num_blocks` blocks of the path down to `node`."""
-        while not node.alive:
-            assert node.parent is not None  # a root is always alive
-            node = node.parent
+        node = node.nearest_alive()
         self._mark_needed(node, self._first_needed(num_blocks), num_blocks)
 
     def _mark_needed(self, node: Node, firsts: list[int], end: int | None = None) -> None:

@@ -87,6 +87,14 @@ class Node:
         """True if any pin covers the run."""
         return bool(self.num_hard_pins or self.soft_priorities)
 
+    def nearest_alive(self) -> Node:
+        """This node, or the nearest above that was not cleared while it was held."""
+        node = self
+        while not node.alive:
+            assert node.parent is not None  # a root is always alive
+            node = node.parent
+        return node
+
     def path(self, first_block: int = 0) -> list[Node]:
         """The nodes from below the root to this one, root side first; the root itself is not among them. Those that end
         at or before the logical block `first_block` are left out."""
