@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, TypeAlias
 
@@ -24,7 +24,8 @@ MAX_COMPARED_SIBLINGS = 32
 class Explanation:
     """Why a request hit or missed, as of its first look-up.
 
-    `first_missed_token`: position of the first token that had to be computed though it might have hit; None if
+    `num_evicted_tokens`: tokens behind the hit that had been cached and were evicted, whole blocks: what the eviction
+    cost. `first_missed_token`: position of the first token that had to be computed though it might have hit; None if
     nothing was missed. `num_shared_tokens`: tokens in common with something stored, whole blocks or not. `reason` is
     about the first miss.
     """
@@ -35,6 +36,7 @@ class Explanation:
     first_missed_token: int | None
     reason: Reason
     message: str
+    num_evicted_tokens: int = 0
 
 
 def common_tokens(ours: bytes, theirs: bytes) -> int:
@@ -117,7 +119,11 @@ def explain_lookup(
     if lost is not None:
         cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"
         age_seconds = now_seconds - lost.at_seconds
-        return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
+        found = answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
+        if lost.cause != EVICTED:
+            return found
+        num_lost_blocks = forgotten.count_evicted(node, data[num_cached_blocks * size : num_usable_blocks * size])
+        return replace(found, num_evicted_tokens=num_lost_blocks * block_tokens)
     if num_cached_blocks == 0 and tree.first_blocks.get(block):
         return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
     if num_cached_blocks == 0 and num_beyond > 1:  # one token may be the mark with which every prompt begins

@@ -68,6 +68,18 @@ class ForgottenTable:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
 
+    def count_evicted(self, node: Node, data: bytes) -> int:
+        """How many whole blocks of packed tokens `data`, right behind the end of `node`'s run, are remembered as
+        evicted one after the other. O(blocks)."""
+        key, keys = self._end_key(node), []
+        for at in range(0, len(data) - self._block_bytes + 1, self._block_bytes):
+            key = next_key(key, data[at : at + self._block_bytes])
+            keys.append(key)
+        wanted = np.array(keys, dtype=np.int64)
+        places = self._places(wanted)
+        is_evicted = (self._keys[places] == wanted) & (self._causes[places] == EVICTED)
+        return len(keys) if is_evicted.all() else int(is_evicted.argmin())
+
     def keys_of(self, node: Node) -> Int64Array:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""
         for step in node.path():

@@ -29,7 +29,8 @@ class Lease:
 
     __slots__ = (
         "copies", "desk", "expected_tokens", "explanation", "first_rows", "head", "is_open", "namespace", "node",
-        "num_blocks", "num_cached_tokens", "opened_tick", "own_node", "request_id", "row", "stores", "table", "views",
+        "num_blocks", "num_cached_tokens", "num_prompt_tokens", "opened_tick", "own_node", "request_id", "row", "stores",
+        "table", "views",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +59,7 @@ class Lease:
         self.first_rows = first_rows  # the logical block with which each group begins
         self.opened_tick = opened_tick
         self.expected_tokens: int | None = None
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_prompt_tokens = 0
         self.stores = stores
         self.explanation = explanation
         self.copies: list[tuple[int, int]] = []

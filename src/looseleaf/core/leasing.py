@@ -101,9 +101,15 @@ class LeaseDesk:
         found = store.find(root, data, (num_tokens - 1) // self._block_tokens)
         node, table = store.hold(found.match)
         cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
-        if store.pins.has_expiries:
-            store.pins.refresh(root, data, self._clock())
-        return node, table, explain_lookup(store.tree, store.forgotten, node, data, cut, self._clock())
+        now = self._clock()
+        if store.pins.records:
+            store.pins.on_hit(node.path(), now)
+            if store.pins.has_expiries:
+                store.pins.refresh(root, data, now)
+        explanation = explain_lookup(store.tree, store.forgotten, node, data, cut, now)
+        if explanation.num_evicted_tokens:
+            store.pins.on_recomputed(explanation.num_evicted_tokens)
+        return node, table, explanation
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
         """See `Lease.fork`."""
@@ -162,6 +168,7 @@ class LeaseDesk:
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
         self._sync(lease, num_reserved=0)
+        lease.num_prompt_tokens = num_tokens
         self.live[request_id] = lease
         return lease
 
@@ -170,7 +177,9 @@ class LeaseDesk:
         with self._lock:
             self._check_open(lease, "release")
             num_committed = int(self.rows.num_committed[lease.row])
-            finished = FinishedRequest(lease.namespace, num_committed, self.committed_blocks(lease), lease.explanation)
+            finished = FinishedRequest(
+                lease.namespace, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
+            )
             self._history.add(lease.request_id, finished)
             self._store.let_go(lease.node, _present(lease.table[: lease.num_blocks]), lease.first_rows)
             lease.is_open = False

@@ -205,7 +205,7 @@ class BlockStore:
             self._fill(node, blocks)
             is_own = blocks != node.blocks
             own, stored = blocks[is_own], node.blocks[is_own]
-            self.pins.on_filled(node)
+            self.pins.marks.on_filled(node)
         self._hold_path([node], stored)
         self.ledger.drop(own)
         blocks[:] = node.blocks
@@ -277,7 +277,7 @@ class BlockStore:
     def out_of_blocks(self, needed: int) -> OutOfBlocks:
         """The error for a reservation of `needed` more blocks, with the figures of this moment."""
         ledger = self.ledger
-        return OutOfBlocks(needed, ledger.num_free_blocks, ledger.num_evictable_blocks, self.pins.num_hard_blocks)
+        return OutOfBlocks(needed, ledger.num_free_blocks, ledger.num_evictable_blocks, self.pins.marks.num_hard_blocks)
 
     def evict(self, num_blocks: int, *, spare_soft: bool = False) -> int:
         """Evict cached blocks until `num_blocks` are freed or none is left. Returns how many it freed.
