@@ -29,8 +29,8 @@ class Lease:
 
     __slots__ = (
         "copies", "desk", "expected_tokens", "explanation", "first_rows", "head", "is_open", "namespace", "node",
-        "num_blocks", "num_cached_tokens", "num_prompt_tokens", "opened_tick", "own_node", "request_id", "row", "stores",
-        "table", "views",
+        "num_blocks", "num_cached_tokens", "num_prompt_tokens", "opened_tick", "own_node", "request_id", "row",
+        "stores", "table", "views",
     )  # fmt: skip
 
     def __init__(
