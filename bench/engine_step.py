@@ -3,7 +3,7 @@
     python bench/engine_step.py
 
 Prints JSON: medians and 95th percentiles of scheduling (plan and batch) and of the whole step (with commit and text),
-for greedy and for sampled requests.
+for greedy and for sampled requests, and for a model with one full lane and five lanes of window layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from looseleaf.cli.machine import provenance
+from looseleaf.core.config import LayerGroup
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.runner import StepBatch, StepOutput
 from looseleaf.testing.engine_kit import EngineKit, sample_prompt
@@ -28,10 +29,11 @@ def free_model(batch: StepBatch) -> StepOutput:
     return StepOutput(np.full(num_sampled, 65, np.int64), (None,) * num_sampled)
 
 
-def measure(params: dict[str, Any]) -> dict[str, float]:
-    """Figures of `NUM_STEPS` decode steps with these sampling parameters."""
-    config = EngineConfig(max_running_requests=NUM_ROWS, max_step_tokens=100_000)
-    kit = EngineKit(num_blocks=16_384, block_tokens=16, blocks_per_page=16, config=config)
+def measure(params: dict[str, Any], groups: tuple[LayerGroup, ...]) -> dict[str, float]:
+    """Figures of `NUM_STEPS` decode steps with these sampling parameters and layer groups."""
+    config = EngineConfig(max_running_requests=NUM_ROWS, max_step_tokens=100_000, share_in_flight=False)
+    num_blocks = 16_384 * sum(group.num_lanes for group in groups)
+    kit = EngineKit(num_blocks, block_tokens=16, blocks_per_page=16, groups=groups, config=config)
     kit.runner.execute = free_model  # type: ignore[method-assign]
     for number in range(NUM_ROWS):
         kit.add(f"r{number}", sample_prompt(150 + number % 100, seed=number), NUM_STEPS + 50, **params)
@@ -39,7 +41,7 @@ def measure(params: dict[str, Any]) -> dict[str, float]:
         kit.engine.step()
     steps = kit.observer.named("on_step")[2:]
     figures = {}
-    for key in ("schedule_seconds", "seconds"):
+    for key in ("schedule_seconds", "commit_seconds", "seconds"):
         median, high = np.percentile([1000 * step[key] for step in steps], [50, 95])
         name = key.removesuffix("seconds").rstrip("_") or "step"
         figures |= {f"{name}_p50_ms": round(median, 3), f"{name}_p95_ms": round(high, 3)}
@@ -47,7 +49,10 @@ def measure(params: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    kinds: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 3}}
-    print(
-        json.dumps({"provenance": provenance(), **{kind: measure(params) for kind, params in kinds.items()}}, indent=2)
-    )
+    full, window = LayerGroup("full"), LayerGroup("window", window_tokens=512, num_lanes=5)
+    figures = {
+        "greedy": measure({}, (full,)),
+        "sampled": measure({"temperature": 1.0, "seed": 3}, (full,)),
+        "greedy, full + window": measure({}, (full, window)),
+    }
+    print(json.dumps({"provenance": provenance(), **figures}, indent=2))

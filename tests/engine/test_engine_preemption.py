@@ -7,12 +7,15 @@ import random
 
 import pytest
 
+from looseleaf.core.config import LayerGroup
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.plan import StepPlan
 from looseleaf.engine.request import FinishReason
 from looseleaf.engine.sequence import Sequence
 from looseleaf.testing.engine_kit import EngineKit
 from looseleaf.testing.engine_kit import sample_prompt as prompt_of
+
+FULL, WINDOW = LayerGroup("full"), LayerGroup("window", window_tokens=12, num_lanes=2)
 
 
 def preempt_now(kit, request_id):
@@ -116,13 +119,15 @@ def test_a_prefill_that_computed_nothing_costs_nothing():
     assert kit.observer.named("on_preempt")[0]["num_lost_tokens"] == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_nobody_is_preempted_twice_without_progress(seed):
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,)], ids=lambda groups: groups[-1].name)
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_preempted_twice_without_progress(seed, groups):
     """[P20] Three times what the pool holds, long and short prompts in small chunks: between two preemptions each
     request has got a token or committed more than it had; all finish, in a bounded number of steps."""
     rng = random.Random(seed)
     config = EngineConfig(max_step_tokens=rng.choice([4, 16, 64]), reuse=rng.random() < 0.7)
-    kit = EngineKit(num_blocks=rng.choice([12, 24]), config=config)
+    num_lanes = sum(group.num_lanes for group in groups)
+    kit = EngineKit(num_blocks=rng.choice([12, 24]) * num_lanes, config=config, groups=groups)
     found = victims_of(kit)
     requests = [
         kit.add(f"r{i}", prompt_of(rng.randint(1, 30), seed=rng.randint(0, 4) * (i % 3)), rng.randint(1, 16))

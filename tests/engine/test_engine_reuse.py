@@ -43,6 +43,20 @@ def test_aligned_full_hit():
     assert kit.cache.match([*longer, 1]).num_tokens == 64
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 31, 32, 33])
+def test_one_token_is_always_computed(num_tokens):
+    """[R25] However much of a prompt is cached, its last token at least is computed; the tokens are the cold ones."""
+    kit = EngineKit(block_tokens=8)
+    kit.add("longer", prompt_of(num_tokens) + prompt_of(8, seed=1), 0)
+    kit.run()
+    before = kit.runner.num_computed_tokens
+    request = kit.add("a", prompt_of(num_tokens), 1)
+    kit.run()
+    num_computed = kit.runner.num_computed_tokens - before
+    assert num_computed == num_tokens - (num_tokens - 1) // 8 * 8 >= 1
+    assert kit.tokens("a") == kit.expected(request)
+
+
 @pytest.mark.parametrize("budget", [8, 4096])
 @pytest.mark.parametrize("num_hit", [0, 12, 28])
 @pytest.mark.parametrize("mixed", [False, True])

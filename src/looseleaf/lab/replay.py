@@ -25,6 +25,8 @@ class ReplayResult:
     nothing, over the trace's time (instant: over its requests).
 
     peak_blocks: most blocks in use at once, cached ones included. evicted_blocks: cached blocks that had to go.
+    peak_held_tokens: most token places in blocks held by requests; peak_used_tokens: most of them that tokens were
+    reserved for. preemptions: how often a running request gave its blocks up.
     """
 
     trace: str
@@ -40,6 +42,9 @@ class ReplayResult:
     waste: float
     peak_blocks: int
     evicted_blocks: int
+    peak_held_tokens: int
+    peak_used_tokens: int
+    preemptions: int = 0
 
 
 def replay_instant(
@@ -100,7 +105,7 @@ def _serve_all(
     on_progress: Callable[[int], None] | None,
 ) -> ReplayResult:
     size = cache.plan.block_tokens
-    hit_tokens = peak_blocks = num_places = num_filled = 0
+    hit_tokens = peak_blocks = num_places = num_filled = peak_held = peak_used = 0
     for number, request in enumerate(trace.requests):
         prompt = _prompt(request, size)
         num_stored = min(len(request.blocks), capacity_blocks) * size
@@ -111,7 +116,9 @@ def _serve_all(
             stats = cache.stats()
             peak_blocks = max(peak_blocks, stats.num_blocks - stats.free_blocks - num_spare)
             num_places += num_stored
-            num_filled += min(num_stored, request.num_input_tokens)
+            num_used = min(num_stored, request.num_input_tokens)
+            num_filled += num_used
+            peak_held, peak_used = max(peak_held, num_stored), max(peak_used, num_used)
         if on_progress is not None:
             on_progress(number + 1)
     stats = cache.stats()
@@ -130,6 +137,8 @@ def _serve_all(
         waste=1 - num_filled / num_places if num_places else 0.0,
         peak_blocks=peak_blocks,
         evicted_blocks=stats.evicted_tokens // size,
+        peak_held_tokens=peak_held,
+        peak_used_tokens=peak_used,
     )
 
 

@@ -2,7 +2,7 @@
 
 A rate model instead of a model: every request computes its uncached prompt at `prefill_rate` tokens/s from its
 admission on, then one token per step of 1 / `decode_rate` seconds, all requests alike. Memory is the real
-`CacheManager`: admission, growth, preemption, reuse and eviction happen as they would.
+`CacheManager`: admission, growth, preemption, reuse, eviction and upkeep between steps happen as they would.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,17 @@ from looseleaf.lab.traces import Trace, TraceRequest
 
 OUTPUT_TOKEN = 2**31 - 1
 """Fills generated places; no block id of a trace is as high."""
+
+FIRST_GUESS_TOKENS = 128
+MEMORY_OF_OUTPUTS = 0.02
+"""How many output tokens a request is expected to have: a moving mean of what the finished ones had."""
+
+
+class Watcher(Protocol):
+    """Looks at the memory while a trace is served. It must change nothing."""
+
+    def on_finish(self, now: float, cache: CacheManager, lease: Lease) -> None:
+        """A complete request, `now` seconds after the trace began, just before its lease is released."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class _Sequence:
     number: int
     tokens: Int32Array
     num_left: int
+    num_output: int
     lease: Lease | None = None
     ready_at: float = 0.0
     counted: bool = False
@@ -61,12 +74,17 @@ class _Figures:
     unfilled_places: float = 0.0
     places: float = 0.0
     peak_blocks: int = 0
+    peak_held_tokens: int = 0
+    peak_used_tokens: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass
 class _Simulation:
     cache: CacheManager
     rates: RateModel
+    watcher: Watcher | None = None
+    expected_output: float = FIRST_GUESS_TOKENS
     waiting: deque[_Sequence] = field(default_factory=deque)
     prefilling: list[_Sequence] = field(default_factory=list)
     decoding: list[_Sequence] = field(default_factory=list)
@@ -78,7 +96,12 @@ class _Simulation:
             sequence = self.waiting[0]
             if not self._may_fit(sequence):
                 return
-            lease = self.cache.lease(sequence.tokens, str(sequence.number), count_lookup=not sequence.counted)
+            lease = self.cache.lease(
+                sequence.tokens,
+                str(sequence.number),
+                count_lookup=not sequence.counted,
+                expected_tokens=len(sequence.tokens) + int(self.expected_output),
+            )
             if not lease.try_reserve(len(sequence.tokens) + 1):
                 lease.release()
                 return
@@ -92,12 +115,15 @@ class _Simulation:
 
     def _may_fit(self, sequence: _Sequence) -> bool:
         """False if a lease would be in vain: read-only, so that waiting does not count as use."""
-        stats = self.cache.stats()
-        wanted = len(sequence.tokens) + 1 - self.cache.match(sequence.tokens).num_tokens
-        return -(-wanted // stats.block_tokens) <= stats.free_blocks + stats.evictable_blocks
+        room, plan = self.cache.room(), self.cache.plan
+        num_blocks = -(-(len(sequence.tokens) + 1) // plan.block_tokens) * plan.num_lanes
+        num_available = room.num_free_blocks + room.num_evictable_blocks
+        return num_blocks <= num_available or (
+            num_blocks - self.cache.match(sequence.tokens).num_blocks <= num_available
+        )
 
     def step(self, now: float) -> None:
-        """What is prefilled starts to decode; what decodes gets a token; what is complete goes."""
+        """What is prefilled starts to decode; what decodes gets a token; what is complete goes; then upkeep."""
         ready = [sequence for sequence in self.prefilling if sequence.ready_at <= now]
         if ready:
             self.prefilling = [sequence for sequence in self.prefilling if sequence.ready_at > now]
@@ -109,7 +135,11 @@ class _Simulation:
         if done:
             self.decoding = [sequence for sequence in self.decoding if sequence.num_left > 0]
             for sequence in done:
+                if self.watcher is not None:
+                    self.watcher.on_finish(now, self.cache, _lease_of(sequence))
                 _lease_of(sequence).release()
+                self.expected_output += MEMORY_OF_OUTPUTS * (sequence.num_output - self.expected_output)
+        self.cache.maintain()
 
     def _decode(self) -> None:
         while self.decoding:
@@ -131,6 +161,7 @@ class _Simulation:
         victim.tokens = lease.token_ids
         lease.release()
         victim.lease = None
+        self.figures.num_preemptions += 1
         self.decoding.remove(victim)
         self.waiting.appendleft(victim)
 
@@ -138,13 +169,21 @@ class _Simulation:
         """Weigh the present state with the time that it lasts."""
         stats = self.cache.stats()
         places = stats.active_blocks * stats.block_tokens
-        self.figures.places += places * seconds
-        self.figures.unfilled_places += stats.waste * places * seconds
-        self.figures.peak_blocks = max(self.figures.peak_blocks, stats.num_blocks - stats.free_blocks)
+        used = round(places * (1 - stats.waste))
+        figures = self.figures
+        figures.places += places * seconds
+        figures.unfilled_places += (places - used) * seconds
+        figures.peak_blocks = max(figures.peak_blocks, stats.num_blocks - stats.free_blocks)
+        figures.peak_held_tokens = max(figures.peak_held_tokens, places)
+        figures.peak_used_tokens = max(figures.peak_used_tokens, used)
 
 
 def replay_timed(
-    trace: Trace, config: CacheConfig, rates: RateModel | None = None, on_progress: Callable[[int], None] | None = None
+    trace: Trace,
+    config: CacheConfig,
+    rates: RateModel | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    watcher: Watcher | None = None,
 ) -> ReplayResult:
     """Serve `trace` in its own time. Requests that can never fit are left out of memory and hits, but count as input.
 
@@ -153,9 +192,10 @@ def replay_timed(
         config: of the cache.
         rates: prefill and decode rates; 8,000 and 40 tokens/s if None.
         on_progress: is called with the number of requests that have arrived.
+        watcher: is shown the memory as requests finish.
     """
     rates = rates or RateModel()
-    simulation = _Simulation(CacheManager(config), rates)
+    simulation = _Simulation(CacheManager(config), rates, watcher)
     dt = 1.0 / rates.decode_rate
     now = 0.0
     arrived = 0
@@ -167,7 +207,8 @@ def replay_timed(
             request = requests[arrived]
             if request.num_input_tokens + request.num_output_tokens + 1 <= simulation.cache.plan.num_tokens:
                 tokens = _tokens(request, arrived, trace.block_tokens)
-                simulation.waiting.append(_Sequence(arrived, tokens, request.num_output_tokens))
+                num_output = request.num_output_tokens
+                simulation.waiting.append(_Sequence(arrived, tokens, num_output, num_output))
             arrived += 1
             if on_progress is not None:
                 on_progress(arrived)
@@ -196,6 +237,9 @@ def _result(trace: Trace, config: CacheConfig, simulation: _Simulation) -> Repla
         waste=figures.unfilled_places / figures.places if figures.places else 0.0,
         peak_blocks=figures.peak_blocks,
         evicted_blocks=stats.evicted_tokens // config.block_tokens,
+        peak_held_tokens=figures.peak_held_tokens,
+        peak_used_tokens=figures.peak_used_tokens,
+        preemptions=figures.num_preemptions,
     )
 
 
