@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.settings import strict_settings, unknown_setting
 from looseleaf.errors import ConfigError
@@ -92,7 +93,7 @@ class CacheConfig:
     groups: the layer groups; all their lanes take blocks from this one pool. num_known_requests: finished requests that
     `explain` and `pin(request_id=...)` remember. layout: fingerprint of what a block holds; an engine refuses a
     model of another one. namespace_pin_quotas: shares of all blocks that the pins of single namespaces may
-    hold, within pin_quota.
+    hold, within pin_quota. auto_pin: what the cache may pin by itself; None: nothing.
     """
 
     num_pages: int
@@ -105,6 +106,7 @@ class CacheConfig:
     num_known_requests: int = 10_000
     layout: str = ""
     namespace_pin_quotas: Mapping[str, float] = field(default_factory=dict)
+    auto_pin: AutoPinConfig | None = None
 
     def __post_init__(self) -> None:
         """Check every value and their combinations.
@@ -134,6 +136,8 @@ class CacheConfig:
             check_share(f"namespace_pin_quotas[{namespace!r}]", share)
         if self.reserve_pages > self.num_pages:
             raise ConfigError(f"reserve_pages is {self.reserve_pages}, above num_pages {self.num_pages}")
+        if not isinstance(self.auto_pin, (AutoPinConfig, type(None))):
+            raise ConfigError(f"auto_pin is {self.auto_pin!r}; it must be an AutoPinConfig or None")
         self._check_groups()
 
     def _check_groups(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeAlias
 
@@ -119,11 +119,7 @@ def explain_lookup(
     if lost is not None:
         cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"
         age_seconds = now_seconds - lost.at_seconds
-        found = answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
-        if lost.cause != EVICTED:
-            return found
-        num_lost_blocks = forgotten.count_evicted(node, data[num_cached_blocks * size : num_usable_blocks * size])
-        return replace(found, num_evicted_tokens=num_lost_blocks * block_tokens)
+        return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
     if num_cached_blocks == 0 and tree.first_blocks.get(block):
         return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
     if num_cached_blocks == 0 and num_beyond > 1:  # one token may be the mark with which every prompt begins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +98,10 @@ class LeaseDesk:
         root = store.tree.root(namespace)
         if not reuse:
             return root, store.tree.no_blocks.copy(), skipped(num_tokens)
-        found = store.find(root, data, (num_tokens - 1) // self._block_tokens)
+        num_usable = (num_tokens - 1) // self._block_tokens
+        found = store.find(root, data, num_usable)
+        if store.auto_pins is not None:
+            store.auto_pins.before_hold(found.match, store.forgotten.keys_of, store.tick)
         node, table = store.hold(found.match)
         cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
         now = self._clock()
@@ -107,8 +110,15 @@ class LeaseDesk:
             if store.pins.has_expiries:
                 store.pins.refresh(root, data, now)
         explanation = explain_lookup(store.tree, store.forgotten, node, data, cut, now)
-        if explanation.num_evicted_tokens:
-            store.pins.on_recomputed(explanation.num_evicted_tokens)
+        if explanation.reason == "evicted":
+            run = store.forgotten.evicted_run(node, data[node.end * self._block_bytes : num_usable * self._block_bytes])
+            num_evicted_tokens = len(run.keys) * self._block_tokens
+            explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
+            store.pins.on_recomputed(num_evicted_tokens)
+            if store.auto_pins is not None:
+                store.auto_pins.on_return(namespace, data, run, store.tick, now)
+        if store.auto_pins is not None:
+            store.auto_pins.on_lookup(store.tick)
         return node, table, explanation
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:

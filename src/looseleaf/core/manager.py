@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
+from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.config import CacheConfig, CachePlan, check_share
 from looseleaf.core.events import EventListener
 from looseleaf.core.eviction import POLICIES
@@ -70,6 +71,15 @@ class CacheManager:
         self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
         self._pins = PinDesk(self._store, self._desk, self._history, clock)
+        if config.auto_pin is not None:
+            self._store.auto_pins = AutoPinner(
+                config.auto_pin,
+                self.plan.block_tokens,
+                self._store.forgotten.num_entries,
+                self._pins.pin_automatically,
+                self._pins.unpin_automatic,
+                lambda: self._store.pins.marks.num_soft_blocks / self.plan.num_blocks,
+            )
 
     # --- sequences ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
@@ -55,6 +56,7 @@ class BlockStore:
         self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
         self.counters = Counters()
+        self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
         self.tick = 0
         self._clock = clock
@@ -353,7 +355,9 @@ class BlockStore:
         """Forget the last blocks of a leaf's run; the node goes with its last block. Returns how many became free."""
         parent = node.parent
         assert parent is not None  # roots own no blocks
-        self.forgotten.record(node, num_blocks, cause, self._clock())
+        self.forgotten.record(node, num_blocks, cause, self._clock(), self.tick)
+        if self.auto_pins is not None and cause == EVICTED:
+            self.auto_pins.on_evicted(num_blocks, self.tick - node.last_tick)
         first = node.num_blocks - num_blocks
         keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()
