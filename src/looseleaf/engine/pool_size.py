@@ -95,6 +95,9 @@ class PoolSize:
                     )
                 self._set_limit(after)  # so that nothing longer is added meanwhile
         try:
+            if num_pages >= before.num_pages:  # memory first, since it may be refused; no block moves
+                runner.resize(CachePlan.of(cache.config, num_pages).num_blocks, ())
+                return cache.resize(num_pages)
             result = cache.resize(num_pages)
             copies = chained_copies(self._scheduler.take_copies(), result.copies, result.num_blocks)
             try:

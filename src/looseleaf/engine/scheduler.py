@@ -35,7 +35,7 @@ class Scheduler:
     """Queue, running set and their leases. Used from the engine's thread only.
 
     `limit_tokens`: most tokens of one sequence, set by the engine. `waiting` and `running` are in order of arrival; new
-    requests are put at the end of `waiting`. `copies`: what forks want copied in the next step.
+    requests are put at the end of `waiting`. `copies`: what forks want copied in the next step, source by target.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
         self.limit_tokens = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: dict[int, int] = {}
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that ended, wherever it is, and release what it holds. The first of its samples that
@@ -110,17 +110,18 @@ class Scheduler:
                 continue
             sample.lease, sample.is_decoding = lease, True
             insort(self.running, sample, key=_by_arrival)
-            self.copies += lease.copies
+            self.copies.update((to_block, from_block) for from_block, to_block in lease.copies)
             self._observer.on_fork(num_tokens=lease.num_committed_tokens)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """The copies that forks asked for, for the caller to do before anything is written.
 
         They stay right whatever happened to their sequences since: blocks are written by steps only, and each step does
-        them first, so a block that was given to somebody else is overwritten before anybody reads it.
+        them first, so a block that was given to somebody else is overwritten before anybody reads it; of two copies to
+        one block the later counts.
         """
-        copies, self.copies = self.copies, []
-        return copies
+        copies, self.copies = self.copies, {}
+        return [(from_block, to_block) for to_block, from_block in copies.items()]
 
     def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_by_arrival)
