@@ -135,19 +135,19 @@ class AutoPinner:
         """A look-up is about to hold this path: pinned parts that would have been gone by now are returns."""
         if not self._pins or not self._age_ticks:
             return
+        survived_ticks = self._age_ticks / (1.0 - min(self._pinned_share(), 0.99))
         for node in match.node.path():
-            if node.soft_priorities and tick - node.last_tick > self._age_ticks:
+            if node.soft_priorities and tick - node.last_tick > survived_ticks:
                 self._heat.add(keys_of(node), tick, self._memory_ticks)
                 self.figures.gained_blocks += node.num_blocks
 
     def on_return(self, namespace: Namespace, data: bytes, run: EvictedRun, tick: int, now_seconds: float) -> None:
         """A look-up of packed tokens `data` found the blocks of `run` evicted."""
-        ages = tick - run.ticks
-        share = self._pinned_share()
-        soon = self._age_ticks * share / max(1e-9, 1.0 - share)
+        ages, share = tick - run.ticks, min(self._pinned_share(), 0.99)
+        is_soon = ages <= self._age_ticks * share / (1.0 - share)  # the pinned memory would have kept these
         self._num_returned += int(np.count_nonzero(ages <= self._age_ticks))
-        self.figures.missed_blocks += int(np.count_nonzero(ages <= soon))
-        self._heat.add(run.keys, tick, self._memory_ticks)
+        self.figures.missed_blocks += int(np.count_nonzero(is_soon))
+        self._heat.add(run.keys[~is_soon], tick, self._memory_ticks)
         self._consider(namespace, data, run, tick, now_seconds)
 
     def on_lookup(self, tick: int) -> None:
