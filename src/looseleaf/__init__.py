@@ -11,7 +11,7 @@ from looseleaf.core.explain import Explanation
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager, PrefixMatch
 from looseleaf.core.moving import CompactionResult, ResizeResult
-from looseleaf.core.pins import Pin
+from looseleaf.core.pin_record import Pin
 from looseleaf.core.reports import Fragmentation, GroupUse
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.errors import (

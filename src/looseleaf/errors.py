@@ -90,14 +90,23 @@ class PinQuotaExceeded(CapacityError):
 
     code = "pin_quota_exceeded"
 
-    def __init__(self, needed_blocks: int, available_blocks: int, quota_blocks: int, hard_pinned_blocks: int) -> None:
+    def __init__(
+        self,
+        needed_blocks: int,
+        available_blocks: int,
+        quota_blocks: int,
+        hard_pinned_blocks: int,
+        namespace: str | None = None,
+    ) -> None:
         self.needed_blocks = needed_blocks
         self.available_blocks = available_blocks
         self.quota_blocks = quota_blocks
         self.hard_pinned_blocks = hard_pinned_blocks
+        self.namespace = namespace
+        whose = "" if namespace is None else f" of namespace {namespace!r}"
         super().__init__(
-            f"cannot pin {needed_blocks} more blocks: {available_blocks} left of a quota of {quota_blocks} blocks, "
-            f"{hard_pinned_blocks} already hard-pinned",
+            f"cannot pin {needed_blocks} more blocks: {available_blocks} left of a quota{whose} of "
+            f"{quota_blocks} blocks, {hard_pinned_blocks} already hard-pinned",
             "unpin something (GET /v1/pins), raise pin_quota, or ask for a part with partial=True",
         )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.settings import strict_settings, unknown_setting
 from looseleaf.errors import ConfigError
@@ -25,6 +27,12 @@ GROUP_KINDS = ("full", "window", "chunked")
 def _check_count(name: str, value: object, least: int) -> None:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}; it must be an integer >= {least}")
+
+
+def check_share(name: str, value: object) -> None:
+    """ConfigError if `value` is no share from 0 to 1."""
+    if not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0):
+        raise ConfigError(f"{name} is {value!r}; it must be a share from 0 to 1")
 
 
 @strict_settings
@@ -84,7 +92,8 @@ class CacheConfig:
     all blocks that pins may hold, 0 to 1. reserve_pages: whole pages that `maintain` keeps free ahead of need.
     groups: the layer groups; all their lanes take blocks from this one pool. num_known_requests: finished requests that
     `explain` and `pin(request_id=...)` remember. layout: fingerprint of what a block holds; an engine refuses a
-    model of another one.
+    model of another one. namespace_pin_quotas: shares of all blocks that the pins of single namespaces may
+    hold, within pin_quota. auto_pin: what the cache may pin by itself; None: nothing.
     """
 
     num_pages: int
@@ -96,6 +105,8 @@ class CacheConfig:
     groups: tuple[LayerGroup, ...] = (LayerGroup("full"),)
     num_known_requests: int = 10_000
     layout: str = ""
+    namespace_pin_quotas: Mapping[str, float] = field(default_factory=dict)
+    auto_pin: AutoPinConfig | None = None
 
     def __post_init__(self) -> None:
         """Check every value and their combinations.
@@ -120,10 +131,13 @@ class CacheConfig:
             )
         if self.policy not in POLICIES:
             raise unknown_setting(str(self.policy), POLICIES, "policy")
-        if not (isinstance(self.pin_quota, (int, float)) and 0.0 <= self.pin_quota <= 1.0):
-            raise ConfigError(f"pin_quota is {self.pin_quota!r}; it must be a share from 0 to 1")
+        check_share("pin_quota", self.pin_quota)
+        for namespace, share in self.namespace_pin_quotas.items():
+            check_share(f"namespace_pin_quotas[{namespace!r}]", share)
         if self.reserve_pages > self.num_pages:
             raise ConfigError(f"reserve_pages is {self.reserve_pages}, above num_pages {self.num_pages}")
+        if not isinstance(self.auto_pin, (AutoPinConfig, type(None))):
+            raise ConfigError(f"auto_pin is {self.auto_pin!r}; it must be an AutoPinConfig or None")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -196,6 +210,7 @@ class CachePlan:
     num_blocks: int
     num_tokens: int
     quota_blocks: int
+    namespace_quotas: Mapping[str, int]
     reserve_blocks: int
     groups: tuple[GroupPlan, ...]
 
@@ -217,6 +232,9 @@ class CachePlan:
             num_blocks=num_blocks,
             num_tokens=num_blocks * config.block_tokens,
             quota_blocks=math.floor(config.pin_quota * num_blocks),
+            namespace_quotas={
+                name: math.floor(share * num_blocks) for name, share in config.namespace_pin_quotas.items()
+            },
             reserve_blocks=config.reserve_pages * per_page,
             groups=tuple(groups),
         )

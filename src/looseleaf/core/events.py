@@ -48,5 +48,18 @@ class BlocksMoved:
     to_blocks: Int32Array
 
 
-CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksMoved
+@dataclass(frozen=True)
+class PinChanged:
+    """A pin was "made" or "refused" for want of quota, or it ended: "unpinned", "expired", or "lapsed" (an automatic
+    one that does not pay any more). `num_tokens`: what it asks for."""
+
+    pin_id: str
+    change: str
+    namespace: Namespace
+    owner: str
+    level: str
+    num_tokens: int
+
+
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksMoved | PinChanged
 EventListener: TypeAlias = Callable[[CacheEvent], None]

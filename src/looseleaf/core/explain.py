@@ -24,9 +24,10 @@ MAX_COMPARED_SIBLINGS = 32
 class Explanation:
     """Why a request hit or missed, as of its first look-up.
 
-    `first_missed_token`: position of the first token that had to be computed though it might have hit; None if
+    `num_evicted_tokens`: tokens behind the hit that had been cached and were evicted, whole blocks: what the eviction
+    cost. `first_missed_token`: position of the first token that had to be computed though it might have hit; None if
     nothing was missed. `num_shared_tokens`: tokens in common with something stored, whole blocks or not. `reason` is
-    about the first miss.
+    about the first miss. `num_pinned_tokens`: tokens of the hit that pins kept.
     """
 
     num_prompt_tokens: int
@@ -35,6 +36,8 @@ class Explanation:
     first_missed_token: int | None
     reason: Reason
     message: str
+    num_evicted_tokens: int = 0
+    num_pinned_tokens: int = 0
 
 
 def common_tokens(ours: bytes, theirs: bytes) -> int:

@@ -27,6 +27,16 @@ class ForgottenBlock:
     cause: int
 
 
+@dataclass(frozen=True)
+class EvictedRun:
+    """Blocks behind the first `first_block` ones of a prompt that were cached once: their chain keys and the logical
+    times of their eviction, int64 [n] each."""
+
+    first_block: int
+    keys: Int64Array
+    ticks: Int64Array
+
+
 def root_key(namespace: Namespace) -> int:
     """Chain key in front of a namespace's first block. Keys hold within one process only."""
     return hash(("looseleaf", namespace))
@@ -46,15 +56,22 @@ class ForgottenTable:
         self._block_bytes = block_bytes
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.float64)
+        self._ticks = np.zeros(size, dtype=np.int64)
         self._causes = np.zeros(size, dtype=np.uint8)
         self.is_empty = True
 
-    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float) -> None:
-        """Note that the last blocks of a node's run are about to be forgotten."""
+    @property
+    def num_entries(self) -> int:
+        """Size of the table."""
+        return len(self._keys)
+
+    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float, tick: int) -> None:
+        """Note that the last blocks of a node's run are about to be forgotten, at logical time `tick`."""
         keys = self.keys_of(node)[node.num_blocks - num_tail_blocks :]
         places = self._places(keys)
         self._keys[places] = keys
         self._times[places] = now_seconds
+        self._ticks[places] = tick
         self._causes[places] = cause
         self.is_empty = False
 
@@ -67,6 +84,19 @@ class ForgottenTable:
         if int(self._keys[place]) != key or not self._causes[place]:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
+
+    def evicted_run(self, node: Node, data: bytes) -> EvictedRun:
+        """The whole blocks of packed tokens `data`, right behind the end of `node`'s run, that are remembered as
+        evicted, up to the first that is not. O(blocks)."""
+        key, keys = self._end_key(node), []
+        for at in range(0, len(data) - self._block_bytes + 1, self._block_bytes):
+            key = next_key(key, data[at : at + self._block_bytes])
+            keys.append(key)
+        wanted = np.array(keys, dtype=np.int64)
+        places = self._places(wanted)
+        is_evicted = (self._keys[places] == wanted) & (self._causes[places] == EVICTED)
+        count = len(keys) if is_evicted.all() else int(is_evicted.argmin())
+        return EvictedRun(node.end, wanted[:count], self._ticks[places[:count]])
 
     def keys_of(self, node: Node) -> Int64Array:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""

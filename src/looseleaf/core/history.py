@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from looseleaf.core.explain import Explanation
 from looseleaf.core.tokens import TOKEN_BYTES
@@ -20,6 +20,7 @@ class FinishedRequest:
 
     namespace: Namespace
     num_committed_tokens: int
+    num_prompt_tokens: int
     data: bytes | None
     explanation: Explanation
 
@@ -48,7 +49,7 @@ class History:
             oldest, num_bytes = self._with_data.popitem(last=False)
             self._num_bytes -= num_bytes
             kept = self._requests[oldest]
-            self._requests[oldest] = FinishedRequest(kept.namespace, kept.num_committed_tokens, None, kept.explanation)
+            self._requests[oldest] = replace(kept, data=None)
 
     def get(self, request_id: RequestId) -> FinishedRequest | None:
         """The finished request of that id, None if it is not remembered."""

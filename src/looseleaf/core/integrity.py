@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pins import HARD
+from looseleaf.core.pin_record import HARD
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import IntegrityError
@@ -211,7 +211,7 @@ def _check_pins(store: BlockStore) -> None:
             blocks = node.blocks[is_hard, group.lanes]
             protected[blocks[blocks != ABSENT]] = True
     found = (num_hard, num_soft)
-    counted = (pins.num_hard_blocks, pins.num_soft_blocks)
+    counted = (pins.marks.num_hard_blocks, pins.marks.num_soft_blocks)
     _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
     _require(bool((protected == store.ledger.protected).all()), "I8", "protected blocks are not those of hard pins")
     num_idle = int((protected & (store.ledger.refs == 0)).sum())

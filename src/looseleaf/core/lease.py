@@ -29,7 +29,8 @@ class Lease:
 
     __slots__ = (
         "copies", "desk", "expected_ends", "expected_tokens", "explanation", "first_rows", "head", "is_open",
-        "namespace", "node", "num_blocks", "num_cached_tokens", "opened_tick", "own_node", "request_id", "row",
+        "namespace", "node", "num_blocks", "num_cached_tokens", "num_prompt_tokens", "opened_tick", "own_node",
+        "request_id", "row",
         "stores", "table", "views",
     )  # fmt: skip
 
@@ -60,7 +61,7 @@ class Lease:
         self.opened_tick = opened_tick
         self.expected_tokens: int | None = None
         self.expected_ends: set[int] = set()  # logical blocks behind which others will go on
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_prompt_tokens = 0
         self.stores = stores
         self.explanation = explanation
         self.copies: list[tuple[int, int]] = []

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from looseleaf.core.config import GroupPlan
-from looseleaf.core.explain import Explanation, WindowCut, explain_lookup, forked, skipped
+from looseleaf.core.explain import Explanation, forked
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable
+from looseleaf.core.lookup import look_up
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
@@ -71,7 +72,7 @@ class LeaseDesk:
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
-            node, table, explanation = self._look_up(data, num_tokens, namespace, reuse)
+            node, table, explanation = look_up(self._store, data, namespace, reuse, self._clock)
             earlier = None if count_lookup else self._history.get(request_id)
             if earlier is not None:  # a request that comes back keeps the reason of its first look-up
                 explanation = earlier.explanation
@@ -90,20 +91,6 @@ class LeaseDesk:
                 if explanation.first_missed_token is not None:
                     counters.below_block_tokens += explanation.num_shared_tokens - num_cached
             return lease
-
-    def _look_up(
-        self, data: bytes, num_tokens: int, namespace: Namespace, reuse: bool
-    ) -> tuple[Node, Int32Array, Explanation]:
-        store = self._store
-        root = store.tree.root(namespace)
-        if not reuse:
-            return root, store.tree.no_blocks.copy(), skipped(num_tokens)
-        found = store.find(root, data, (num_tokens - 1) // self._block_tokens)
-        node, table = store.hold(found.match)
-        cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
-        if store.pins.has_expiries:
-            store.pins.refresh(root, data, self._clock())
-        return node, table, explain_lookup(store.tree, store.forgotten, node, data, cut, self._clock())
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
         """See `Lease.fork`."""
@@ -162,6 +149,7 @@ class LeaseDesk:
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
         self._sync(lease, num_reserved=0)
+        lease.num_prompt_tokens = num_tokens
         self.live[request_id] = lease
         return lease
 
@@ -170,7 +158,9 @@ class LeaseDesk:
         with self._lock:
             self._check_open(lease, "release")
             num_committed = int(self.rows.num_committed[lease.row])
-            finished = FinishedRequest(lease.namespace, num_committed, self.committed_blocks(lease), lease.explanation)
+            finished = FinishedRequest(
+                lease.namespace, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
+            )
             self._history.add(lease.request_id, finished)
             self._store.let_go(lease.node, _present(lease.table[: lease.num_blocks]), lease.first_rows)
             lease.is_open = False

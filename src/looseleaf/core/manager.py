@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
-from looseleaf.core.config import CacheConfig, CachePlan
+from looseleaf.core.auto_pins import AutoPinner
+from looseleaf.core.config import CacheConfig, CachePlan, check_share
 from looseleaf.core.events import EventListener
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.explain import Explanation
@@ -18,13 +19,13 @@ from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
 from looseleaf.core.leasing import LeaseDesk, ReleaseGain
 from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
-from looseleaf.core.pin_desk import PinDesk
-from looseleaf.core.pins import HARD, Pin
+from looseleaf.core.pin_desk import PinDesk, PinWish
+from looseleaf.core.pin_record import HARD, PastPin, Pin
 from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmentation
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
-from looseleaf.errors import LifecycleError, RequestError
+from looseleaf.errors import LifecycleError, PinQuotaExceeded, RequestError
 from looseleaf.ids import Int64Array, Namespace, RequestId
 
 
@@ -71,6 +72,15 @@ class CacheManager:
         self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
         self._pins = PinDesk(self._store, self._desk, self._history, clock)
+        if config.auto_pin is not None:
+            self._store.auto_pins = AutoPinner(
+                config.auto_pin,
+                self.plan.block_tokens,
+                self._store.forgotten.num_entries,
+                self._pins.pin_automatically,
+                self._pins.unpin_automatic,
+                lambda: self._store.pins.marks.num_soft_blocks / self.plan.num_blocks,
+            )
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -164,11 +174,15 @@ class CacheManager:
         namespace: Namespace = "",
         cache_type: str = "kv",
         owner: str = "",
+        labels: Mapping[str, str] | None = None,
         level: str = HARD,
         priority: int = 0,
         ttl_seconds: float | None = None,
+        max_ttl_seconds: float | None = None,
         refresh: bool = False,
         partial: bool = False,
+        part: str = "all",
+        last_token: int | None = None,
     ) -> Pin:
         """Promise that a prefix is not evicted: `tokens` of a namespace, or what a live or finished request has
         committed.
@@ -181,17 +195,22 @@ class CacheManager:
             level: "hard" is never evicted before it expires; "soft" after everything unpinned.
             priority: of soft pins; higher stays longer.
             ttl_seconds: time to live; None for ever. `refresh` starts it anew whenever a request reuses the pinned
-            prefix. partial: grant a hard pin what fits under the quota instead of refusing it.
+            prefix, but never beyond `max_ttl_seconds` after the pin was made. partial: grant a hard pin what fits under
+            the quota instead of refusing it.
+            part: of a request: "all" that it has committed, or its "prompt" without the answer.
+            last_token: pin the first so many tokens only. (A range that begins later needs all before it to be of use.)
+            owner, labels: whatever helps to find it again; shown, and `unpin_all` goes by owner.
 
         Raises:
             PinQuotaExceeded: a hard pin's stored part does not fit; nothing has changed.
             UnknownRequest: no live or remembered request has this id.
             InvalidTokens, RequestError: bad tokens or a bad argument.
         """
+        wish = PinWish(
+            cache_type, owner, labels, level, priority, ttl_seconds, max_ttl_seconds, refresh, partial, part, last_token
+        )
         with self._lock:
-            return self._pins.pin(
-                tokens, request_id, namespace, cache_type, owner, level, priority, ttl_seconds, refresh, partial
-            )
+            return self._pins.pin(tokens, request_id, namespace, wish)
 
     def unpin(self, pin_id: str | None = None, *, request_id: RequestId | None = None, cache_type: str = "kv") -> Pin:
         """Undo a pin by its id, or the latest pin made with this `request_id` and `cache_type`. Its last snapshot.
@@ -203,10 +222,46 @@ class CacheManager:
         with self._lock:
             return self._pins.unpin(pin_id, request_id, cache_type)
 
+    def unpin_all(self, *, owner: str, namespace: Namespace | None = None) -> list[Pin]:
+        """Undo all pins of an owner, in one namespace or in all (None). Their last snapshots, oldest first."""
+        with self._lock:
+            return self._pins.unpin_all(owner, namespace)
+
+    def set_pin_quota(self, share: float, namespace: Namespace | None = None) -> None:
+        """Another share of all blocks that pins may hold: in all (None), or those of one namespace. Soft pins give way.
+
+        Raises:
+            ConfigError: not a share from 0 to 1.
+            PinQuotaExceeded: hard pins hold more than that; nothing has changed.
+        """
+        if namespace is None:
+            config = replace(self.config, pin_quota=share)
+        else:
+            check_share("share", share)
+            config = replace(self.config, namespace_pin_quotas={**self.config.namespace_pin_quotas, namespace: share})
+        with self._lock:
+            self._store.expire_pins()
+            plan, pins = CachePlan.of(config), self._store.pins
+            if not pins.fits(plan):
+                quota = plan.quota_blocks if namespace is None else plan.namespace_quotas[namespace]
+                taken = (
+                    pins.marks.num_hard_blocks
+                    if namespace is None
+                    else pins.marks.taken_blocks(namespace, hard_only=True)
+                )
+                raise PinQuotaExceeded(taken, quota, quota, taken, namespace)
+            self.config, self.plan, self._store.plan = config, plan, plan
+            pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
+
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""
         with self._lock:
             return self._pins.pins()
+
+    def past_pins(self) -> list[PastPin]:
+        """The last pins that ended or were refused, oldest first: at most 256."""
+        with self._lock:
+            return self._pins.past_pins()
 
     # --- upkeep and answers ---------------------------------------------------------------------------------------
 
@@ -314,7 +369,7 @@ class CacheManager:
             if include_pins:
                 for record in list(pins.records.values()):
                     if namespace is None or record.node.namespace == namespace:
-                        pins.remove(record)
+                        pins.remove(record, "unpinned")
             result = self._store.clear(namespace)
             self._desk.detach(namespace)
             return result

@@ -38,8 +38,10 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     """Give the pool the pages of `plan`; see `CacheManager.resize`. O(blocks + nodes)."""
     ledger = store.ledger
     num_bound = ledger.num_active_blocks + ledger.num_protected_idle_blocks
-    if num_bound > plan.num_blocks or store.pins.num_hard_blocks > plan.quota_blocks:
-        raise ResizeRefused(plan.num_blocks, ledger.num_active_blocks, store.pins.num_hard_blocks, plan.quota_blocks)
+    if num_bound > plan.num_blocks or not store.pins.fits(plan):
+        raise ResizeRefused(
+            plan.num_blocks, ledger.num_active_blocks, store.pins.marks.num_hard_blocks, plan.quota_blocks
+        )
     num_taken = ledger.num_blocks - ledger.num_free_blocks
     num_evicted = store.evict(num_taken - plan.num_blocks) if num_taken > plan.num_blocks else 0
     taken = (ledger.refs > 0) | ledger.stored
@@ -48,7 +50,7 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     inside = free[: len(outside)]
     _move(store, desk, outside, inside, plan.num_pages)
     store.plan = plan
-    store.pins.set_quota(plan.quota_blocks)
+    store.pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
     return ResizeResult(plan.num_pages, plan.num_blocks, num_evicted, _pairs(outside, inside))
 
 

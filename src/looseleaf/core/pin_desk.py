@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pins import HARD, SOFT, Pin, PinRecord
+from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinRecord
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
 from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
 from looseleaf.ids import Namespace, RequestId
+
+
+@dataclass(frozen=True)
+class PinWish:
+    """What is asked of a pin, apart from whose tokens; see `CacheManager.pin`."""
+
+    cache_type: str = "kv"
+    owner: str = ""
+    labels: Mapping[str, str] | None = None
+    level: str = HARD
+    priority: int = 0
+    ttl_seconds: float | None = None
+    max_ttl_seconds: float | None = None
+    refresh: bool = False
+    partial: bool = False
+    part: str = "all"
+    last_token: int | None = None
+
+    def check(self, group_names: Sequence[str]) -> None:
+        """RequestError for a value that can't be."""
+        if self.level not in (HARD, SOFT):
+            raise RequestError(f'level is {self.level!r}; it must be "hard" or "soft"')
+        if self.cache_type != "kv" and self.cache_type not in group_names:
+            known = ", ".join(group_names)
+            raise RequestError(f'cache_type is {self.cache_type!r}; it must be "kv" or a layer group: {known}')
+        if not isinstance(self.priority, int) or abs(self.priority) >= -AUTOMATIC:
+            raise RequestError(f"priority is {self.priority!r}; it must be an integer, less than 2**31 in size")
+        if self.part not in ("all", "prompt"):
+            raise RequestError(f'part is {self.part!r}; it must be "all" or "prompt"')
+        if self.last_token is not None and (not isinstance(self.last_token, int) or self.last_token < 1):
+            raise RequestError(f"last_token is {self.last_token!r}; it must be a number of tokens >= 1")
+        for name in ("ttl_seconds", "max_ttl_seconds"):
+            value = getattr(self, name)
+            is_positive = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+            if value is not None and not is_positive:
+                raise RequestError(f"{name} is {value!r}; it must be positive", "leave it out for no expiry")
 
 
 class PinDesk:
@@ -22,51 +60,64 @@ class PinDesk:
         self._desk = desk
         self._history = history
         self._clock = clock
-        self._num_made = 0
+        self._num_asked = 0
 
-    def pin(
-        self,
-        tokens: Tokens | None,
-        request_id: RequestId | None,
-        namespace: Namespace,
-        cache_type: str,
-        owner: str,
-        level: str,
-        priority: int,
-        ttl_seconds: float | None,
-        refresh: bool,
-        partial: bool,
-    ) -> Pin:
+    def pin(self, tokens: Tokens | None, request_id: RequestId | None, namespace: Namespace, wish: PinWish) -> Pin:
         """See `CacheManager.pin`."""
-        self._check_arguments(tokens, request_id, cache_type, level, priority, ttl_seconds)
+        if (tokens is None) == (request_id is None):
+            raise RequestError("pin takes tokens or a request_id, one of them")
+        wish.check(self._desk.group_names)
         data = None if tokens is None else pack_tokens(tokens)
         self._store.expire_pins()
         if data is None:
             assert request_id is not None  # checked above
-            namespace, data, num_tokens = self._committed_by(request_id)
+            namespace, data, num_tokens = self._committed_by(request_id, wish.part)
         else:
             num_tokens = len(data) // TOKEN_BYTES
+        if wish.last_token is not None:
+            if wish.last_token > num_tokens:
+                raise RequestError(f"last_token is {wish.last_token}, but there are only {num_tokens} tokens to pin")
+            num_tokens = wish.last_token
+        return self._store.pins.snapshot(self._add(data, num_tokens, namespace, request_id, wish))
+
+    def _add(
+        self, data: bytes, num_tokens: int, namespace: Namespace, request_id: RequestId | None, wish: PinWish
+    ) -> PinRecord:
         num_blocks = num_tokens // self._store.plan.block_tokens
+        self._num_asked += 1
         now = self._clock()
+        ttl_seconds = wish.max_ttl_seconds if wish.ttl_seconds is None else wish.ttl_seconds
         record = PinRecord(
-            id=f"pin-{self._num_made + 1}",
+            id=f"pin-{self._num_asked}",
             data=data[: num_blocks * self._store.tree.block_bytes],
             num_blocks=num_blocks,
             num_tokens=num_tokens,
             node=self._store.tree.root(namespace),
-            owner=owner,
-            level=level,
-            priority=priority,
-            cache_type=cache_type,
+            owner=wish.owner,
+            level=wish.level,
+            priority=wish.priority,
+            cache_type=wish.cache_type,
             request_id=request_id,
             created_at=now,
             ttl_seconds=ttl_seconds,
-            refresh=refresh,
+            refresh=wish.refresh,
+            labels=MappingProxyType(dict(wish.labels or {})),
+            last_expiry=None if wish.max_ttl_seconds is None else now + wish.max_ttl_seconds,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
         )
-        self._store.pins.add(record, partial=partial)
-        self._num_made += 1
-        return self._store.pins.snapshot(record)
+        self._store.pins.add(record, partial=wish.partial)
+        return record
+
+    def pin_automatically(self, namespace: Namespace, data: bytes) -> str:
+        """A soft pin that gives way to every explicit one; its id."""
+        wish = PinWish(owner="auto", level=SOFT, priority=AUTOMATIC)
+        return self._add(data, len(data) // TOKEN_BYTES, namespace, None, wish).id
+
+    def unpin_automatic(self, pin_id: str) -> None:
+        """End an automatic pin, unless somebody else did."""
+        record = self._store.pins.records.get(pin_id)
+        if record is not None:
+            self._store.pins.remove(record, "lapsed")
 
     def unpin(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> Pin:
         """See `CacheManager.unpin`."""
@@ -74,46 +125,43 @@ class PinDesk:
             raise RequestError("unpin takes a pin id or a request_id, one of them")
         self._store.expire_pins()
         record = self._find(pin_id, request_id, cache_type)
-        snapshot = self._store.pins.snapshot(record)
-        self._store.pins.remove(record)
-        return snapshot
+        return self._undo(record)
+
+    def unpin_all(self, owner: str, namespace: Namespace | None) -> list[Pin]:
+        """See `CacheManager.unpin_all`."""
+        self._store.expire_pins()
+        chosen = [
+            record
+            for record in self._store.pins.records.values()
+            if record.owner == owner and namespace in (None, record.node.namespace)
+        ]
+        return [self._undo(record) for record in chosen]
+
+    def _undo(self, record: PinRecord) -> Pin:
+        return self._store.pins.remove(record, "unpinned")
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""
         self._store.expire_pins()
         return [self._store.pins.snapshot(record) for record in self._store.pins.records.values()]
 
-    def _check_arguments(
-        self,
-        tokens: Tokens | None,
-        request_id: RequestId | None,
-        cache_type: str,
-        level: str,
-        priority: int,
-        ttl_seconds: float | None,
-    ) -> None:
-        if (tokens is None) == (request_id is None):
-            raise RequestError("pin takes tokens or a request_id, one of them")
-        if level not in (HARD, SOFT):
-            raise RequestError(f'level is {level!r}; it must be "hard" or "soft"')
-        groups = self._desk.group_names
-        if cache_type != "kv" and cache_type not in groups:
-            raise RequestError(f'cache_type is {cache_type!r}; it must be "kv" or a layer group: {", ".join(groups)}')
-        if not isinstance(priority, int):
-            raise RequestError(f"priority is {priority!r}; it must be an integer")
-        is_positive = isinstance(ttl_seconds, (int, float)) and math.isfinite(ttl_seconds) and ttl_seconds > 0
-        if ttl_seconds is not None and not is_positive:
-            raise RequestError(f"ttl_seconds is {ttl_seconds!r}; it must be positive", "leave it out for no expiry")
+    def past_pins(self) -> list[PastPin]:
+        """See `CacheManager.past_pins`."""
+        self._store.expire_pins()
+        return list(self._store.pins.past)
 
-    def _committed_by(self, request_id: RequestId) -> tuple[Namespace, bytes, int]:
+    def _committed_by(self, request_id: RequestId, part: str) -> tuple[Namespace, bytes, int]:
         lease = self._desk.live.get(request_id)
         if lease is not None:
-            data = self._desk.committed_blocks(lease)
-            return lease.namespace, data, lease.num_committed_tokens
-        finished = self._history.require(request_id)
-        if finished.data is None:
-            raise UnknownRequest(request_id, "it finished too long ago: its tokens are not kept any more")
-        return finished.namespace, finished.data, finished.num_committed_tokens
+            namespace, data = lease.namespace, self._desk.committed_blocks(lease)
+            num_tokens, num_prompt_tokens = lease.num_committed_tokens, lease.num_prompt_tokens
+        else:
+            finished = self._history.require(request_id)
+            if finished.data is None:
+                raise UnknownRequest(request_id, "it finished too long ago: its tokens are not kept any more")
+            namespace, data = finished.namespace, finished.data
+            num_tokens, num_prompt_tokens = finished.num_committed_tokens, finished.num_prompt_tokens
+        return namespace, data, min(num_tokens, num_prompt_tokens) if part == "prompt" else num_tokens
 
     def _find(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> PinRecord:
         records = self._store.pins.records

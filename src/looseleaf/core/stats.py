@@ -64,6 +64,7 @@ class CacheStats:
     num_pins: int
     num_expired_pins: int
     num_refused_pins: int
+    num_lapsed_pins: int
     num_namespaces: int
     num_nodes: int
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
@@ -52,9 +53,10 @@ class BlockStore:
         self.sliding = [group for group in plan.groups if group.slides]
         self.slid_out = SlidOutQueue(self.sliding, self.tree, self.ledger)
         self.victims = VictimQueue(policy, self.tree, self.slid_out)
-        self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out)
+        self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out, clock, on_event)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
         self.counters = Counters()
+        self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
         self.tick = 0
         self._clock = clock
@@ -206,7 +208,7 @@ class BlockStore:
             self._fill(node, blocks)
             is_own = blocks != node.blocks
             own, stored = blocks[is_own], node.blocks[is_own]
-            self.pins.on_filled(node)
+            self.pins.marks.on_filled(node)
         self._hold_path([node], stored)
         self.ledger.drop(own)
         blocks[:] = node.blocks
@@ -280,7 +282,7 @@ class BlockStore:
     def out_of_blocks(self, needed: int) -> OutOfBlocks:
         """The error for a reservation of `needed` more blocks, with the figures of this moment."""
         ledger = self.ledger
-        return OutOfBlocks(needed, ledger.num_free_blocks, ledger.num_evictable_blocks, self.pins.num_hard_blocks)
+        return OutOfBlocks(needed, ledger.num_free_blocks, ledger.num_evictable_blocks, self.pins.marks.num_hard_blocks)
 
     def evict(self, num_blocks: int, *, spare_soft: bool = False) -> int:
         """Evict cached blocks until `num_blocks` are freed or none is left. Returns how many it freed.
@@ -356,7 +358,9 @@ class BlockStore:
         """Forget the last blocks of a leaf's run; the node goes with its last block. Returns how many became free."""
         parent = node.parent
         assert parent is not None  # roots own no blocks
-        self.forgotten.record(node, num_blocks, cause, self._clock())
+        self.forgotten.record(node, num_blocks, cause, self._clock(), self.tick)
+        if self.auto_pins is not None and cause == EVICTED:
+            self.auto_pins.on_evicted(num_blocks, self.tick - node.last_tick)
         first = node.num_blocks - num_blocks
         keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()

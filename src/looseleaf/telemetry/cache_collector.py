@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
-from looseleaf.core.pins import Pin
+from looseleaf.core.pin_record import Pin
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
-from looseleaf.core.pins import Pin
+from looseleaf.core.pin_record import Pin
 from looseleaf.core.stats import CacheStats
 from looseleaf.errors import (
     CommitBeyondReserved,

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from looseleaf.core.pins import Pin
+from looseleaf.core.pin_record import Pin
 from looseleaf.errors import RequestError, UnknownPin
 from looseleaf.server.auth import Caller
 from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerContext

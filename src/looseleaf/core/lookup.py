@@ -1,0 +1,49 @@
+"""A request's look-up: what is found is held, counted and explained, and everybody who learns from it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from looseleaf.core.explain import Explanation, WindowCut, explain_lookup, skipped
+from looseleaf.core.store import BlockStore
+from looseleaf.core.tokens import TOKEN_BYTES
+from looseleaf.core.tree import Node
+from looseleaf.ids import Int32Array, Namespace
+
+
+def look_up(
+    store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, clock: Callable[[], float]
+) -> tuple[Node, Int32Array, Explanation]:
+    """Find the longest usable prefix of packed tokens `data` and hold it: the last node held, the block table of its
+    path, and why there is no more. Without `reuse` nothing is looked for."""
+    root = store.tree.root(namespace)
+    num_tokens = len(data) // TOKEN_BYTES
+    if not reuse:
+        return root, store.tree.no_blocks.copy(), skipped(num_tokens)
+    block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
+    num_usable = (num_tokens - 1) // block_tokens
+    found = store.find(root, data, num_usable)
+    if store.auto_pins is not None:
+        store.auto_pins.before_hold(found.match, store.forgotten.keys_of, store.tick)
+    node, table = store.hold(found.match)
+    cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
+    now = clock()
+    explanation = explain_lookup(store.tree, store.forgotten, node, data, cut, now)
+    if store.pins.records:
+        path = node.path()
+        store.pins.on_hit(path, now)
+        if store.pins.has_expiries:
+            store.pins.refresh(root, data, now)
+        num_pinned = sum(step.num_blocks for step in path if step.is_pinned) * block_tokens
+        explanation = replace(explanation, num_pinned_tokens=num_pinned)
+    if explanation.reason == "evicted":
+        run = store.forgotten.evicted_run(node, data[node.end * block_bytes : num_usable * block_bytes])
+        num_evicted_tokens = len(run.keys) * block_tokens
+        explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
+        store.pins.on_recomputed(num_evicted_tokens)
+        if store.auto_pins is not None:
+            store.auto_pins.on_return(namespace, data, run, store.tick, now)
+    if store.auto_pins is not None:
+        store.auto_pins.on_lookup(store.tick)
+    return node, table, explanation

@@ -1,0 +1,105 @@
+"""A pin as its callers see it, and as the cache keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from looseleaf.core.tree import Node
+from looseleaf.ids import Namespace, RequestId
+
+HARD = "hard"
+SOFT = "soft"
+AUTOMATIC = -(2**31)
+"""Priority of automatic pins: below that of any explicit one."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A snapshot of one pin.
+
+    `num_tokens`: what was asked, from the first token on. `num_pinned_tokens`: what is held now, whole blocks;
+    `num_blocks`: what that takes in all lanes, shared or not. `created_at`, `expires_at`, `last_used_at`: seconds of
+    the cache's clock, None without a time to live, before the first use. `is_limited`: stored tokens of it are not held
+    because the quota is used up. `is_automatic`: the cache made it by itself.
+
+    `num_hits`: look-ups that reused all that it holds; `served_tokens`: tokens that they so found. `cost_tokens`: an
+    estimate of what it cost others: for every token computed again after its eviction, the share of this pin in the
+    memory that eviction chooses from.
+    """
+
+    id: str
+    owner: str
+    level: str
+    priority: int
+    namespace: Namespace
+    cache_type: str
+    request_id: RequestId | None
+    num_tokens: int
+    num_pinned_tokens: int
+    num_blocks: int
+    labels: Mapping[str, str]
+    created_at: float
+    expires_at: float | None
+    last_used_at: float | None
+    refresh: bool
+    is_limited: bool
+    is_automatic: bool
+    num_hits: int
+    served_tokens: int
+    cost_tokens: float
+
+
+@dataclass(frozen=True)
+class PastPin:
+    """The last snapshot of a pin that ended, "unpinned", "expired" or "lapsed", or was "refused" for want of quota, and
+    when, in seconds of the cache's clock."""
+
+    pin: Pin
+    end: str
+    ended_at: float
+
+
+@dataclass(eq=False)
+class PinRecord:
+    """A live pin. `data` is what it asks for, packed and cut to whole blocks; it holds the path down to `node`, and
+    `awaited` is the first block that it lacks (empty if none)."""
+
+    id: str
+    data: bytes
+    num_blocks: int
+    num_tokens: int
+    node: Node
+    owner: str
+    level: str
+    priority: int
+    cache_type: str
+    request_id: RequestId | None
+    created_at: float
+    ttl_seconds: float | None
+    refresh: bool
+    labels: Mapping[str, str]
+    last_expiry: float | None = None
+    expires_at: float | None = None
+    awaited: bytes = b""
+    num_hits: int = 0
+    served_tokens: int = 0
+    last_used_at: float | None = None
+    cost_tokens: float = 0.0
+    price_mark: float = 0.0
+    hit_mark: int = 0
+
+    @property
+    def is_automatic(self) -> bool:
+        """Made by the cache itself: any explicit pin may take its place."""
+        return self.priority == AUTOMATIC
+
+
+@dataclass
+class NodeUse:
+    """Uses of a node at which pins are anchored, since the first of them came: hits of all down to it, and when it was
+    last hit or asked for."""
+
+    num_hits: int = 0
+    hit_at: float | None = None
+    asked_at: float | None = None
