@@ -1,227 +1,329 @@
-"""Pins that the cache makes by itself: prefixes that keep coming back after the eviction order has given them up.
+"""Pins that the cache makes by itself: prefixes with a habit that is worth more than what eviction takes next.
 
-    evicted ── came back ── evicted ── came back ──► pinned ──── used after longer than it would have stayed ──► stays
-                                                        └─────── not, or others come back just too late ───────► lapses
-
-A least-recently-used order keeps what is used more often than memory turns over. What it loses again and again is what
-is used *regularly but more rarely*; a pin is worth its memory there, and only there. So the worth of a prefix is
-learned from its returns after eviction (or, once it is pinned, after a pause that it would not have survived), counted
-with decay: returns per logical time and block. It is compared with what the next victims are worth, which is how often
-blocks return soon after their eviction: they are what a pin costs.
+A look-up tells which prefixes are used again, and when (`Habits`); evictions and what returns after them tell how long
+blocks live without use and what the next victims are worth (`Pressure`). A prefix that its rule allows is pinned if the
+uses that the pin would save, by block and second, are worth `HYSTERESIS` times the victims, and lapses when they are
+worth less than these. What pins gained, and what others missed since pins took their place, is measured, and while
+others miss more, victims count for more (`caution`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.forgotten import EvictedRun
+from looseleaf.core.habits import Habit, Habits
+from looseleaf.core.pin_record import AUTOMATIC
+from looseleaf.core.pins import PinBook
+from looseleaf.core.pressure import Pressure
 from looseleaf.core.tokens import TOKEN_BYTES
-from looseleaf.core.tree import Match, Node
-from looseleaf.ids import Float64Array, Int64Array, Namespace
+from looseleaf.core.tree import Node
+from looseleaf.ids import Int64Array, Namespace
 
-MIN_RETURNS = 2
-"""Returns before anything is pinned: once is no habit."""
-
-MEMORY_FACTOR = 8.0
-"""Returns are forgotten over so many times the age at which blocks are evicted now."""
+MIN_USES = 3
+"""Uses before a prefix is pinned: coming back once is no habit."""
 
 HYSTERESIS = 2.0
-"""A prefix must be worth so many times what victims are worth to be pinned, and lapses when it is worth no more than
-they are."""
+MAX_PINS = 1024
+MAX_CAUTION = 64.0
 
-REVIEW_LOOKUPS = 32
+REVIEW_LOOKUPS = 8
 """Look-ups between two reviews of all automatic pins."""
 
+GRID_TOKENS = 256
+"""New prompts are remembered at multiples of this length, of an eighth of their length when they are long."""
 
-@dataclass
-class AutoPinFigures:
-    """What automatic pinning did. `num_made`, `num_lapsed`: pins. `gained_blocks`: pinned blocks reused after a pause
-    that they would not have survived. `missed_blocks`: others that came back so soon after their eviction that the
-    pinned memory would have kept them. Both with decay."""
-
-    num_made: int = 0
-    num_lapsed: int = 0
-    gained_blocks: float = 0.0
-    missed_blocks: float = 0.0
+MAX_CANDIDATES = 20
+"""Candidates that a report names."""
 
 
-class Heat:
-    """Returns of blocks by chain key, with decay: a fixed direct-mapped table, as for forgotten blocks."""
+@dataclass(frozen=True)
+class AutoPinCandidate:
+    """A prefix that its rule allows. `worth`: tokens that a pin would save, by block and second. `gap_seconds`: between
+    its uses, on average."""
 
-    def __init__(self, num_entries: int) -> None:
-        self._shift = 64 - (num_entries.bit_length() - 1)
-        self._keys = np.zeros(num_entries, dtype=np.int64)
-        self._returns = np.zeros(num_entries, dtype=np.float64)
-        self._counts = np.zeros(num_entries, dtype=np.int64)
-        self._ticks = np.zeros(num_entries, dtype=np.int64)
-
-    def add(self, keys: Int64Array, tick: int, memory_ticks: float) -> None:
-        """One more return of each of `keys` [n]."""
-        places = self._places(keys)
-        known = self._keys[places] == keys
-        decay = np.exp((self._ticks[places] - tick) / memory_ticks)
-        self._returns[places] = np.where(known, self._returns[places] * decay, 0.0) + 1.0
-        self._counts[places] = np.where(known, self._counts[places], 0) + 1
-        self._keys[places] = keys
-        self._ticks[places] = tick
-
-    def rates(self, keys: Int64Array, tick: int, memory_ticks: float) -> Float64Array:
-        """Returns per tick of each of `keys` [n]; 0 for what returned less than `MIN_RETURNS` times."""
-        places = self._places(keys)
-        counts = (self._keys[places] == keys) & (self._counts[places] >= MIN_RETURNS)
-        decay = np.exp((self._ticks[places] - tick) / memory_ticks)
-        rates: Float64Array = np.where(counts, self._returns[places] * decay / memory_ticks, 0.0)
-        return rates
-
-    def _places(self, keys: Int64Array) -> Int64Array:
-        mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        places: Int64Array = (mixed >> np.uint64(self._shift)).astype(np.int64)
-        return places
+    namespace: Namespace
+    num_tokens: int
+    num_uses: int
+    gap_seconds: float
+    requests_per_second: float
+    worth: float
+    is_pinned: bool
 
 
-@dataclass
-class _AutoPin:
-    pin_id: str
-    last_key: int
-    num_blocks: int
+@dataclass(frozen=True)
+class AutoPinReport:
+    """What automatic pinning does. `dry_run`: the pins are only thought of. `is_paused`: pins cost more than they gave,
+    and none is made for the time being. `num_made`, `num_lapsed`: pins ever made, and ended since they paid no more.
+    `gained_tokens`: found thanks to pins, where plain eviction would have lost them. `lost_tokens`: estimate of what
+    others would have found in the memory that pins held. `victim_worth`: tokens that the next victims save, by block
+    and second. `age_seconds`: how long blocks live without use, None before the first eviction."""
+
+    is_on: bool
+    dry_run: bool
+    is_paused: bool
+    num_pins: int
+    num_pinned_tokens: int
+    num_made: int
+    num_lapsed: int
+    gained_tokens: int
+    lost_tokens: int
+    victim_worth: float
+    age_seconds: float | None
+    candidates: tuple[AutoPinCandidate, ...]
+
+
+NOTHING = AutoPinReport(False, False, False, 0, 0, 0, 0, 0, 0, 0.0, None, ())
+"""The report while automatic pinning is off."""
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """What a look-up found. The nodes of `path` hold the hit, they end at the chain keys `path_keys` and were last used
+    at `path_used_at`; `rest_keys` [n] are those of the whole blocks behind it, the first of which `run` finds
+    evicted. `data`: the prompt's tokens, packed."""
+
+    namespace: Namespace
+    data: bytes
+    path: Sequence[Node]
+    path_keys: Sequence[int]
+    path_used_at: Sequence[float]
+    rest_keys: Int64Array
+    run: EvictedRun
+    at_seconds: float
 
 
 class AutoPinner:
-    """Learns from look-ups and evictions, and makes and ends automatic pins. Used under the manager's lock.
+    """Makes and ends automatic pins of one cache. Used under the manager's lock.
 
-    `pin(namespace, data)` makes a soft pin of the lowest priority and gives its id; `unpin(pin_id)` ends one, if it is
-    still there; `pinned_share()` is the share of all blocks that soft pins hold.
+    `pin(namespace, data)` makes a pin of packed tokens that gives way to all others, and answers with its id.
     """
 
     def __init__(
         self,
         config: AutoPinConfig,
         block_tokens: int,
-        num_entries: int,
+        pressure: Pressure,
+        book: PinBook,
         pin: Callable[[Namespace, bytes], str],
-        unpin: Callable[[str], None],
-        pinned_share: Callable[[], float],
     ) -> None:
         self.config = config
         self._block_tokens = block_tokens
-        self._pinned_share = pinned_share
-        self.figures = AutoPinFigures()
-        self.would_pin: dict[int, int] = {}  # dry run: tokens by chain key of the last block
+        self._pressure = pressure
+        self._book = book
         self._pin = pin
-        self._unpin = unpin
-        self._heat = Heat(num_entries)
-        self._pins: dict[int, _AutoPin] = {}
-        self._age_ticks = 0.0  # mean age of blocks at their eviction
-        self._num_evicted = 0.0
-        self._num_returned = 0.0
+        self._habits = Habits()
+        self._pinned: dict[int, str] = {}  # ids by chain key; empty ids in a dry run
+        self._overdue: set[int] = set()  # nodes whose pin lapsed when eviction would have taken them already
+        self._idle_blocks = 0  # pinned blocks that eviction would have taken
+        self._num_lookups = self._num_made = self._num_lapsed = 0
+        self._gained_blocks = self._lost_blocks = 0
+        self._recent_gain = 0.0
         self._caution = 1.0
-        self._num_lookups = 0
-        self._rates: dict[int, tuple[float, float]] = {}
 
-    # --- what it learns from --------------------------------------------------------------------------------------
+    # --- learning -------------------------------------------------------------------------------------------------
 
-    def on_evicted(self, num_blocks: int, age_ticks: int) -> None:
-        """Blocks were evicted, `age_ticks` after their last use."""
-        self._num_evicted += num_blocks
-        weight = min(1.0, 0.01 * num_blocks) if self._age_ticks else 1.0
-        self._age_ticks += (max(1, age_ticks) - self._age_ticks) * weight
+    def on_evicted(self, node: Node, num_blocks: int) -> bool:
+        """The last blocks of a node are evicted. False if only a pin had kept them until now."""
+        was_overdue = node.id in self._overdue
+        if was_overdue and num_blocks == node.num_blocks:
+            self._overdue.remove(node.id)
+        return not was_overdue
 
-    def before_hold(self, match: Match, keys_of: Callable[[Node], Int64Array], tick: int) -> None:
-        """A look-up is about to hold this path: pinned parts that would have been gone by now are returns."""
-        if not self._pins or not self._age_ticks:
-            return
-        survived_ticks = self._age_ticks / (1.0 - min(self._pinned_share(), 0.99))
-        for node in match.node.path():
-            if node.soft_priorities and tick - node.last_tick > survived_ticks:
-                self._heat.add(keys_of(node), tick, self._memory_ticks)
-                self.figures.gained_blocks += node.num_blocks
-
-    def on_return(self, namespace: Namespace, data: bytes, run: EvictedRun, tick: int, now_seconds: float) -> None:
-        """A look-up of packed tokens `data` found the blocks of `run` evicted."""
-        ages, share = tick - run.ticks, min(self._pinned_share(), 0.99)
-        is_soon = ages <= self._age_ticks * share / (1.0 - share)  # the pinned memory would have kept these
-        self._num_returned += int(np.count_nonzero(ages <= self._age_ticks))
-        self.figures.missed_blocks += int(np.count_nonzero(is_soon))
-        self._heat.add(run.keys[~is_soon], tick, self._memory_ticks)
-        self._consider(namespace, data, run, tick, now_seconds)
-
-    def on_lookup(self, tick: int) -> None:
-        """A look-up is done."""
+    def on_lookup(self, found: LookUp) -> None:
+        """A request has looked its prompt up. O(blocks of the prompt + automatic pins / `REVIEW_LOOKUPS`)."""
+        now = found.at_seconds
+        num_lost = self._pressure.on_returned(found.run.evicted_counts, self._idle_blocks, now)
+        self._weigh(-num_lost)
+        used = [*self._uses_of_hit(found), *self._uses_behind(found)]
+        rule = self.config.rule_of(found.namespace)
+        if rule is not None:
+            self._consider(used, rule, found.data, now)
         self._num_lookups += 1
         if self._num_lookups % REVIEW_LOOKUPS == 0:
-            self._review(tick)
+            self._count_idle()
+            self._review(now)
 
-    @property
-    def _memory_ticks(self) -> float:
-        return MEMORY_FACTOR * max(1.0, self._age_ticks)
+    def _uses_of_hit(self, found: LookUp) -> list[tuple[int, Habit]]:
+        """Habits of the prefixes that end with a node of the hit."""
+        frontier = self._pressure.frontier(self._idle_blocks)
+        used = []
+        for node, key, used_at in zip(found.path, found.path_keys, found.path_used_at, strict=True):
+            self._overdue.discard(node.id)
+            is_lost = used_at < frontier
+            if is_lost and AUTOMATIC in node.soft_priorities:
+                self._weigh(node.num_blocks)
+            used.append((key, self._use_again(key, found, node.end, used_at, is_lost)))
+        return used
 
-    @property
-    def victim_rate(self) -> float:
-        """Returns per tick of a block that was just evicted."""
-        return self._num_returned / (self._num_evicted * self._age_ticks) if self._num_evicted else 0.0
-
-    # --- what it does ---------------------------------------------------------------------------------------------
-
-    def _consider(self, namespace: Namespace, data: bytes, run: EvictedRun, tick: int, now_seconds: float) -> None:
-        """Pin the longest part of what came back that is worth it and that the rule allows."""
-        rule = self.config.rule_of(namespace)
-        if rule is None:
-            return
-        rates = self._heat.rates(run.keys, tick, self._memory_ticks)
-        is_worth = rates > HYSTERESIS * self._caution * self.victim_rate
-        num_worth = len(rates) if is_worth.all() else int(is_worth.argmin())
-        if num_worth == 0:
-            return
-        num_blocks, key = run.first_block + num_worth, int(run.keys[num_worth - 1])
-        num_tokens = num_blocks * self._block_tokens
-        is_long = rule.min_tokens is not None and num_tokens > rule.min_tokens
-        if not is_long and not self._is_frequent(key, rule, now_seconds):
-            return
-        if key in self._pins or key in self.would_pin:
-            return
-        self.figures.num_made += 1
+    def _uses_behind(self, found: LookUp) -> list[tuple[int, Habit]]:
+        """Habits of known prefixes that are not cached any more; long new ones are remembered."""
+        used = []
+        keys = found.rest_keys.tolist()
+        start = found.path[-1].end if found.path else 0
+        gone_since = min(found.at_seconds, self._pressure.frontier())
+        for row, key in enumerate(keys):
+            is_end_of_run = row + 1 == len(found.run.keys)
+            if is_end_of_run or self._habits.knows(key):
+                used.append((key, self._use_again(key, found, start + row + 1, gone_since, True)))
         if self.config.dry_run:
-            self.would_pin[key] = num_tokens
+            saved = [habit.num_blocks for key, habit in used if key in self._pinned]
+            self._weigh(max(saved, default=start) - start)
+        rule = self.config.rule_of(found.namespace)
+        if rule is not None and rule.min_tokens is not None:
+            for end in _grid(max(start, rule.min_tokens // self._block_tokens), start + len(keys), self._block_tokens):
+                key = keys[end - start - 1]
+                if not self._habits.knows(key):
+                    self._habits.use_first(key, found.at_seconds)
+        return used
+
+    def _use_again(self, key: int, found: LookUp, num_blocks: int, used_at: float, is_lost: bool) -> Habit:
+        return self._habits.use_again(
+            key, found.namespace, num_blocks, used_at, is_lost, found.at_seconds, self.config.rate_window_seconds
+        )
+
+    def _weigh(self, num_blocks: int) -> None:
+        """So many blocks were found thanks to pins, or, negative, lost to others."""
+        self._recent_gain += num_blocks
+        if num_blocks > 0:
+            self._gained_blocks += num_blocks
+        else:
+            self._lost_blocks -= num_blocks
+
+    # --- making and ending ----------------------------------------------------------------------------------------
+
+    def _consider(self, used: list[tuple[int, Habit]], rule: AutoPinRule, data: bytes, now: float) -> None:
+        """Pin the longest of the prefixes just used that is worth it, unless a pin of it, or of a longer one, is
+        there."""
+        price = HYSTERESIS * self._caution * self._pressure.price(now)
+        for key, habit in reversed(used):
+            if key in self._pinned:
+                return
+            if habit.num_uses < MIN_USES or not self._allows(rule, habit):
+                continue
+            worth = self._habits.worth(habit, self._age_seconds(now), now)
+            if worth > price and self._make_room(habit.num_blocks, worth, now):
+                self._num_made += 1
+                packed = data[: habit.num_blocks * self._block_tokens * TOKEN_BYTES]
+                self._pinned[key] = "" if self.config.dry_run else self._pin(habit.namespace, packed)
+                return
+
+    def _allows(self, rule: AutoPinRule, habit: Habit) -> bool:
+        least = rule.min_requests_per_second
+        habit.is_frequent = least is not None and habit.rate > least / (HYSTERESIS if habit.is_frequent else 1.0)
+        is_long = rule.min_tokens is not None and habit.num_blocks * self._block_tokens > rule.min_tokens
+        return is_long or habit.is_frequent
+
+    def _make_room(self, num_blocks: int, worth: float, now: float) -> bool:
+        """Have `num_blocks` blocks of quota, ending pins that are worth much less."""
+        if self.config.dry_run:
+            return len(self._pinned) < MAX_PINS
+        if self._book.quota_left() >= num_blocks and len(self._pinned) < MAX_PINS:
+            return True
+        age = self._age_seconds(now)
+        worths = {key: self._worth_of(key, age, now) for key in self._pinned}
+        for key in sorted(worths, key=worths.__getitem__):
+            if worths[key] * HYSTERESIS > worth:
+                return False
+            self._end(key)
+            if self._book.quota_left() >= num_blocks:
+                return True
+        return False
+
+    def _review(self, now: float) -> None:
+        """End pins that do not pay any more; while all together cost more than they give, be more careful."""
+        self._recent_gain *= 0.995
+        change = 1.1 if self._recent_gain < 0 else 0.995
+        self._caution = min(MAX_CAUTION, max(1.0, self._caution * change))
+        age, price = self._age_seconds(now), self._caution * self._pressure.price(now)
+        for key in list(self._pinned):
+            worth = self._worth_of(key, age, now)
+            if worth == 0.0 or worth < price:
+                self._end(key)
+
+    def _end(self, key: int) -> None:
+        self._num_lapsed += 1
+        record = self._book.records.get(self._pinned.pop(key))
+        if record is None:  # a dry run, or somebody undid it
             return
-        pin_id = self._pin(namespace, data[: num_tokens * TOKEN_BYTES])
-        self._pins[key] = _AutoPin(pin_id, key, num_blocks)
+        frontier = self._pressure.frontier(self._idle_blocks)
+        path = record.node.path()
+        self._book.remove(record, "lapsed")
+        self._overdue.update(node.id for node in path if node.last_used_at < frontier and not node.is_pinned)
 
-    def _is_frequent(self, key: int, rule: AutoPinRule, now_seconds: float) -> bool:
-        """True if a prefix is asked for more often than its rule says, over the rate window."""
-        if rule.min_requests_per_second is None:
-            return False
-        window = self.config.rate_window_seconds
-        rate, at_seconds = self._rates.pop(key, (0.0, now_seconds))
-        rate = rate * math.exp((at_seconds - now_seconds) / window) + 1.0 / window
-        self._rates[key] = (rate, now_seconds)
-        if len(self._rates) > 4096:
-            del self._rates[next(iter(self._rates))]
-        return rate > rule.min_requests_per_second
+    def end_all(self) -> None:
+        """End all automatic pins."""
+        for key in list(self._pinned):
+            self._end(key)
 
-    def _review(self, tick: int) -> None:
-        """End pins that do not pay any more; be more cautious while all together cost more than they give."""
-        self._num_evicted *= 0.98
-        self._num_returned *= 0.98
-        self.figures.gained_blocks *= 0.98
-        self.figures.missed_blocks *= 0.98
-        if not self._pins:
-            self._caution = max(1.0, self._caution * 0.98)
-            return
-        pins = list(self._pins.values())
-        rates = self._heat.rates(np.array([pin.last_key for pin in pins]), tick, self._memory_ticks)
-        loses = self.figures.missed_blocks > self.figures.gained_blocks
-        self._caution = min(64.0, self._caution * 1.5) if loses else max(1.0, self._caution * 0.98)
-        worst = rates.min()
-        for pin, rate in zip(pins, rates.tolist(), strict=True):
-            if rate < self._caution * self.victim_rate or (loses and rate == worst):
-                self._end(pin)
+    def _worth_of(self, key: int, age_seconds: float, now: float) -> float:
+        habit = self._habits.by_key.get(key)
+        return 0.0 if habit is None else self._habits.worth(habit, age_seconds, now)
 
-    def _end(self, pin: _AutoPin) -> None:
-        self.figures.num_lapsed += 1
-        del self._pins[pin.last_key]
-        self._unpin(pin.pin_id)
+    def _age_seconds(self, now: float) -> float:
+        """How long a block would live without use if nothing were pinned by itself."""
+        return now - self._pressure.frontier(self._idle_blocks)
+
+    def _count_idle(self) -> None:
+        """Count the blocks that eviction would have taken without automatic pins. O(pinned nodes)."""
+        frontier = self._pressure.frontier(self._idle_blocks)
+        nodes: dict[int, Node] = {}
+        for pin_id in self._pinned.values():
+            record = self._book.records.get(pin_id)
+            node = None if record is None else record.node
+            while node is not None and node.parent is not None and node.id not in nodes:
+                nodes[node.id] = node
+                node = node.parent
+        self._idle_blocks = sum(node.num_blocks for node in nodes.values() if node.last_used_at < frontier)
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    def report(self, now: float) -> AutoPinReport:
+        """What automatic pinning does at this moment. O(habits)."""
+        age = self._age_seconds(now)
+        candidates = []
+        for key, habit in self._habits.by_key.items():
+            rule = self.config.rule_of(habit.namespace)
+            if rule is not None and self._allows(rule, habit):
+                candidates.append(
+                    AutoPinCandidate(
+                        habit.namespace,
+                        habit.num_blocks * self._block_tokens,
+                        habit.num_uses,
+                        habit.gap_seconds,
+                        habit.rate * math.exp((habit.last_used_at - now) / self.config.rate_window_seconds),
+                        self._habits.worth(habit, age, now) * self._block_tokens,
+                        key in self._pinned,
+                    )
+                )
+        candidates.sort(key=lambda candidate: (candidate.is_pinned, candidate.worth), reverse=True)
+        records = [self._book.records[pin_id] for pin_id in self._pinned.values() if pin_id in self._book.records]
+        return AutoPinReport(
+            is_on=True,
+            dry_run=self.config.dry_run,
+            is_paused=self._caution >= MAX_CAUTION,
+            num_pins=len(self._pinned),
+            num_pinned_tokens=sum(record.node.end for record in records) * self._block_tokens,
+            num_made=self._num_made,
+            num_lapsed=self._num_lapsed,
+            gained_tokens=self._gained_blocks * self._block_tokens,
+            lost_tokens=self._lost_blocks * self._block_tokens,
+            victim_worth=self._pressure.price(now) * self._block_tokens,
+            age_seconds=age if math.isfinite(age) else None,
+            candidates=tuple(candidates[:MAX_CANDIDATES]),
+        )
+
+
+def _grid(first: int, last: int, block_tokens: int) -> list[int]:
+    """Lengths in blocks, above `first` and up to `last`, at which new prompts are remembered."""
+    ends: list[int] = []
+    end = first
+    while True:
+        step = max(1, GRID_TOKENS // block_tokens, 1 << max(0, end.bit_length() - 4))
+        end = (end // step + 1) * step
+        if end > last:
+            return ends
+        ends.append(end)

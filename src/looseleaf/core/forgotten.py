@@ -29,12 +29,11 @@ class ForgottenBlock:
 
 @dataclass(frozen=True)
 class EvictedRun:
-    """Blocks behind the first `first_block` ones of a prompt that were cached once: their chain keys and the logical
-    times of their eviction, int64 [n] each."""
+    """Blocks of a prompt that were cached once, int64 [n] each: their chain keys, and how many blocks had been evicted
+    when they were."""
 
-    first_block: int
     keys: Int64Array
-    ticks: Int64Array
+    evicted_counts: Int64Array
 
 
 def root_key(namespace: Namespace) -> int:
@@ -56,22 +55,18 @@ class ForgottenTable:
         self._block_bytes = block_bytes
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.float64)
-        self._ticks = np.zeros(size, dtype=np.int64)
+        self._counts = np.zeros(size, dtype=np.int64)
         self._causes = np.zeros(size, dtype=np.uint8)
         self.is_empty = True
 
-    @property
-    def num_entries(self) -> int:
-        """Size of the table."""
-        return len(self._keys)
-
-    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float, tick: int) -> None:
-        """Note that the last blocks of a node's run are about to be forgotten, at logical time `tick`."""
+    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float, num_evicted: int) -> None:
+        """Note that the last blocks of a node's run are about to be forgotten, and that with them `num_evicted` blocks
+        were evicted since the start."""
         keys = self.keys_of(node)[node.num_blocks - num_tail_blocks :]
         places = self._places(keys)
         self._keys[places] = keys
         self._times[places] = now_seconds
-        self._ticks[places] = tick
+        self._counts[places] = num_evicted
         self._causes[places] = cause
         self.is_empty = False
 
@@ -85,18 +80,22 @@ class ForgottenTable:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
 
-    def evicted_run(self, node: Node, data: bytes) -> EvictedRun:
-        """The whole blocks of packed tokens `data`, right behind the end of `node`'s run, that are remembered as
-        evicted, up to the first that is not. O(blocks)."""
+    def keys_behind(self, node: Node, data: bytes) -> Int64Array:
+        """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n]."""
         key, keys = self._end_key(node), []
         for at in range(0, len(data) - self._block_bytes + 1, self._block_bytes):
             key = next_key(key, data[at : at + self._block_bytes])
             keys.append(key)
-        wanted = np.array(keys, dtype=np.int64)
-        places = self._places(wanted)
-        is_evicted = (self._keys[places] == wanted) & (self._causes[places] == EVICTED)
-        count = len(keys) if is_evicted.all() else int(is_evicted.argmin())
-        return EvictedRun(node.end, wanted[:count], self._ticks[places[:count]])
+        return np.array(keys, dtype=np.int64)
+
+    def evicted_run(self, keys: Int64Array) -> EvictedRun:
+        """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
+        one between them that is not was overwritten in the table."""
+        places = self._places(keys)
+        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] == EVICTED))
+        count = int(known[-1]) + 1 if len(known) else 0
+        nearest = known[np.searchsorted(known, np.arange(count))]  # itself, or the next that is known
+        return EvictedRun(keys[:count], self._counts[places[nearest]])
 
     def keys_of(self, node: Node) -> Int64Array:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""

@@ -72,7 +72,7 @@ class LeaseDesk:
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
-            node, table, explanation = look_up(self._store, data, namespace, reuse, self._clock)
+            node, table, explanation = look_up(self._store, data, namespace, reuse, count_lookup, self._clock)
             earlier = None if count_lookup else self._history.get(request_id)
             if earlier is not None:  # a request that comes back keeps the reason of its first look-up
                 explanation = earlier.explanation

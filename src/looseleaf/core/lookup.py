@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from looseleaf.core.auto_pins import LookUp
 from looseleaf.core.explain import Explanation, WindowCut, explain_lookup, skipped
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES
@@ -13,10 +14,11 @@ from looseleaf.ids import Int32Array, Namespace
 
 
 def look_up(
-    store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, clock: Callable[[], float]
+    store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, is_first: bool, clock: Callable[[], float]
 ) -> tuple[Node, Int32Array, Explanation]:
     """Find the longest usable prefix of packed tokens `data` and hold it: the last node held, the block table of its
-    path, and why there is no more. Without `reuse` nothing is looked for."""
+    path, and why there is no more. Without `reuse` nothing is looked for; `is_first` is
+    false for a request that comes back: it is no further use."""
     root = store.tree.root(namespace)
     num_tokens = len(data) // TOKEN_BYTES
     if not reuse:
@@ -24,8 +26,7 @@ def look_up(
     block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
     num_usable = (num_tokens - 1) // block_tokens
     found = store.find(root, data, num_usable)
-    if store.auto_pins is not None:
-        store.auto_pins.before_hold(found.match, store.forgotten.keys_of, store.tick)
+    used_at = [step.last_used_at for step in found.match.node.path()]
     node, table = store.hold(found.match)
     cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
     now = clock()
@@ -37,13 +38,15 @@ def look_up(
             store.pins.refresh(root, data, now)
         num_pinned = sum(step.num_blocks for step in path if step.is_pinned) * block_tokens
         explanation = replace(explanation, num_pinned_tokens=num_pinned)
-    if explanation.reason == "evicted":
-        run = store.forgotten.evicted_run(node, data[node.end * block_bytes : num_usable * block_bytes])
-        num_evicted_tokens = len(run.keys) * block_tokens
-        explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
-        store.pins.on_recomputed(num_evicted_tokens)
-        if store.auto_pins is not None:
-            store.auto_pins.on_return(namespace, data, run, store.tick, now)
-    if store.auto_pins is not None:
-        store.auto_pins.on_lookup(store.tick)
+    if explanation.reason == "evicted" or store.auto_pins is not None:
+        keys = store.forgotten.keys_behind(node, data[node.end * block_bytes : num_usable * block_bytes])
+        run = store.forgotten.evicted_run(keys)
+        if explanation.reason == "evicted":
+            num_evicted_tokens = len(run.keys) * block_tokens
+            explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
+            store.pins.on_recomputed(num_evicted_tokens)
+        if store.auto_pins is not None and is_first:
+            path = node.path()
+            path_keys = [int(store.forgotten.keys_of(step)[-1]) for step in path]
+            store.auto_pins.on_lookup(LookUp(namespace, data, path, path_keys, used_at, keys, run, now))
     return node, table, explanation

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
-from looseleaf.core.auto_pins import AutoPinner
+from looseleaf.core.auto_pin_config import AutoPinConfig
+from looseleaf.core.auto_pins import NOTHING, AutoPinner, AutoPinReport
 from looseleaf.core.config import CacheConfig, CachePlan, check_share
 from looseleaf.core.events import EventListener
 from looseleaf.core.eviction import POLICIES
@@ -73,14 +74,7 @@ class CacheManager:
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
         self._pins = PinDesk(self._store, self._desk, self._history, clock)
         if config.auto_pin is not None:
-            self._store.auto_pins = AutoPinner(
-                config.auto_pin,
-                self.plan.block_tokens,
-                self._store.forgotten.num_entries,
-                self._pins.pin_automatically,
-                self._pins.unpin_automatic,
-                lambda: self._store.pins.marks.num_soft_blocks / self.plan.num_blocks,
-            )
+            self.set_auto_pin(config.auto_pin)
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -252,6 +246,35 @@ class CacheManager:
                 raise PinQuotaExceeded(taken, quota, quota, taken, namespace)
             self.config, self.plan, self._store.plan = config, plan, plan
             pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
+
+    def set_auto_pin(self, config: AutoPinConfig | None) -> None:
+        """What the cache may pin by itself from now on; None: nothing. Pins that it has made end if it is off or a dry
+        run now. What was learned is kept as long as it is on.
+
+        Raises:
+            ConfigError: no `AutoPinConfig`.
+        """
+        checked = replace(self.config, auto_pin=config)
+        with self._lock:
+            self.config, pinner = checked, self._store.auto_pins
+            if config is None:
+                if pinner is not None:
+                    pinner.end_all()
+                self._store.auto_pins = None
+            elif pinner is None:
+                self._store.auto_pins = AutoPinner(
+                    config, self.plan.block_tokens, self._store.pressure, self._store.pins, self._pins.pin_automatically
+                )
+            else:
+                if config.dry_run != pinner.config.dry_run:
+                    pinner.end_all()
+                pinner.config = config
+
+    def auto_pin_report(self) -> AutoPinReport:
+        """What automatic pinning does, would do (dry run), and has done. O(prefixes that it knows), at most 16,384."""
+        with self._lock:
+            pinner = self._store.auto_pins
+            return NOTHING if pinner is None else pinner.report(self._clock())
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""

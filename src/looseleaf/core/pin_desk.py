@@ -113,12 +113,6 @@ class PinDesk:
         wish = PinWish(owner="auto", level=SOFT, priority=AUTOMATIC)
         return self._add(data, len(data) // TOKEN_BYTES, namespace, None, wish).id
 
-    def unpin_automatic(self, pin_id: str) -> None:
-        """End an automatic pin, unless somebody else did."""
-        record = self._store.pins.records.get(pin_id)
-        if record is not None:
-            self._store.pins.remove(record, "lapsed")
-
     def unpin(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> Pin:
         """See `CacheManager.unpin`."""
         if (pin_id is None) == (request_id is None):

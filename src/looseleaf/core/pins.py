@@ -287,6 +287,10 @@ class PinBook:
                 raise PinQuotaExceeded(needed, available, quota, taken, namespace)
             raise PinQuotaExceeded(needed, available, self.quota_blocks, self.marks.num_hard_blocks)
 
+    def quota_left(self) -> int:
+        """Blocks that a soft pin may take now, of the quota of all."""
+        return max(0, self.quota_blocks - self.marks.num_pinned_blocks)
+
     def _refuse(self, record: PinRecord) -> None:
         self._anchor(record, record.node)
         self.past.append(PastPin(self.snapshot(record), "refused", self._clock()))

@@ -16,6 +16,7 @@ from looseleaf.core.eviction import EvictionPolicy
 from looseleaf.core.forgotten import CLEARED, EVICTED, ForgottenTable
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
+from looseleaf.core.pressure import Pressure
 from looseleaf.core.row_marks import RowMarks
 from looseleaf.core.slid_out import COLD_TICK, SlidOutQueue, SlidRows
 from looseleaf.core.stats import ClearResult, Counters
@@ -55,6 +56,7 @@ class BlockStore:
         self.victims = VictimQueue(policy, self.tree, self.slid_out)
         self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out, clock, on_event)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
+        self.pressure = Pressure(plan.num_blocks)
         self.counters = Counters()
         self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
@@ -119,9 +121,10 @@ class BlockStore:
         path = node.path()
         self.ledger.drop(blocks)
         self.tick += 1
+        now = self._clock()
         for step in path:
             step.num_holders -= 1
-            step.last_tick = self.tick
+            step.last_tick, step.last_used_at = self.tick, now
         self.victims.policy.release([step.id for step in path], self.tick)
         self._mark_needed(node, firsts)
         self.victims.review(node)
@@ -148,9 +151,10 @@ class BlockStore:
         self.ledger.hold(blocks)
         path[-1].sealed = True
         self.tick += 1
+        now = self._clock()
         for node in path:
             node.num_holders += 1
-            node.last_tick = self.tick
+            node.last_tick, node.last_used_at = self.tick, now
         self.victims.policy.hit([step.id for step in path], self.tick)
         self.victims.review(path[-1])
 
@@ -250,7 +254,7 @@ class BlockStore:
             leaf = self.tree.insert(node, data, blocks)
             leaf.num_holders = 1
             self.tick += 1
-            leaf.last_tick = self.tick
+            leaf.last_tick, leaf.last_used_at = self.tick, self._clock()
             if self.sliding:
                 leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
             self.victims.policy.insert(leaf.id, self.tick)
@@ -358,9 +362,9 @@ class BlockStore:
         """Forget the last blocks of a leaf's run; the node goes with its last block. Returns how many became free."""
         parent = node.parent
         assert parent is not None  # roots own no blocks
-        self.forgotten.record(node, num_blocks, cause, self._clock(), self.tick)
-        if self.auto_pins is not None and cause == EVICTED:
-            self.auto_pins.on_evicted(num_blocks, self.tick - node.last_tick)
+        if cause == EVICTED and (self.auto_pins is None or self.auto_pins.on_evicted(node, num_blocks)):
+            self.pressure.on_evicted(num_blocks, node.last_used_at)
+        self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         first = node.num_blocks - num_blocks
         keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()

@@ -34,6 +34,7 @@ class Node:
     end             logical blocks from the root to the end of the run
     num_holders     leases whose path leads through the run
     last_tick       logical time of its last use
+    last_used_at    the same in seconds of the cache's clock
     alive           in the tree; a cleared node that is still held is not
     sealed          another lease or a pin has met it: it must not be extended in place any more
     num_hard_pins   hard pins that cover the run
@@ -43,8 +44,8 @@ class Node:
     """
 
     __slots__ = (
-        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "marks", "namespace", "num_hard_pins",
-        "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
+        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "last_used_at", "marks", "namespace",
+        "num_hard_pins", "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +61,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.num_holders = 0
         self.last_tick = 0
+        self.last_used_at = 0.0
         self.alive = True
         self.sealed = False
         self.num_hard_pins = 0
@@ -215,7 +217,7 @@ class PrefixTree:
         upper.children[node.tokens[: self.block_bytes]] = node
         upper.marks = None if node.marks is None else node.marks.cut(num_blocks)
         upper.num_holders = node.num_holders
-        upper.last_tick = node.last_tick
+        upper.last_tick, upper.last_used_at = node.last_tick, node.last_used_at
         upper.sealed = True
         upper.num_hard_pins = node.num_hard_pins
         upper.soft_priorities = list(node.soft_priorities)
