@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,17 +39,28 @@ class PinWish:
         if self.cache_type != "kv" and self.cache_type not in group_names:
             known = ", ".join(group_names)
             raise RequestError(f'cache_type is {self.cache_type!r}; it must be "kv" or a layer group: {known}')
-        if not isinstance(self.priority, int) or abs(self.priority) >= -AUTOMATIC:
+        if not _is_whole(self.priority) or abs(self.priority) >= -AUTOMATIC:
             raise RequestError(f"priority is {self.priority!r}; it must be an integer, less than 2**31 in size")
         if self.part not in ("all", "prompt"):
             raise RequestError(f'part is {self.part!r}; it must be "all" or "prompt"')
-        if self.last_token is not None and (not isinstance(self.last_token, int) or self.last_token < 1):
+        if self.last_token is not None and not (_is_whole(self.last_token) and self.last_token >= 1):
             raise RequestError(f"last_token is {self.last_token!r}; it must be a number of tokens >= 1")
+        if not isinstance(self.owner, str):
+            raise RequestError(f"owner is {self.owner!r}; it must be a string")
+        labels = {} if self.labels is None else self.labels
+        if not isinstance(labels, Mapping) or not all(
+            isinstance(text, str) for pair in labels.items() for text in pair
+        ):
+            raise RequestError("labels must be a mapping from strings to strings")
         for name in ("ttl_seconds", "max_ttl_seconds"):
             value = getattr(self, name)
-            is_positive = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-            if value is not None and not is_positive:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value <= sys.float_info.max):
                 raise RequestError(f"{name} is {value!r}; it must be positive", "leave it out for no expiry")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class PinDesk:

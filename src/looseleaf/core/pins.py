@@ -160,8 +160,9 @@ class PinBook:
         self.records[record.id] = record
         self._anchor(record, record.node)
         self._tell("made", record)
-        if record.expires_at is not None:
-            heapq.heappush(self._expiries, (record.expires_at, record.id))
+        expiry = self._expiry(record)
+        if expiry is not None:
+            heapq.heappush(self._expiries, (expiry, record.id))
         self.advance(record)
 
     def remove(self, record: PinRecord, end: str) -> Pin:
