@@ -99,7 +99,7 @@ class PinDesk:
         now = self._clock()
         ttl_seconds = wish.max_ttl_seconds if wish.ttl_seconds is None else wish.ttl_seconds
         record = PinRecord(
-            id=f"pin-{self._num_asked}",
+            number=self._num_asked,
             data=data[: num_blocks * self._store.tree.block_bytes],
             num_blocks=num_blocks,
             num_tokens=num_tokens,

@@ -32,7 +32,7 @@ class PinMarks:
         self._slid_out = slid_out
         full = [group for group in plan.groups if not group.slides]
         self._full_lanes = full[0].lanes if full else slice(0, 0)
-        self._num_full_lanes = full[0].num_lanes if full else 0
+        self.num_full_lanes = full[0].num_lanes if full else 0
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -48,7 +48,7 @@ class PinMarks:
         """Blocks, in all lanes, that a pin holds, shared or not."""
         end = record.node.end
         guarded = [(end - group.first_needed_block(end)) * group.num_lanes for _, group in self._guarded_groups(record)]
-        return end * self._num_full_lanes + sum(guarded)
+        return end * self.num_full_lanes + sum(guarded)
 
     def first_guarded(self, record: PinRecord, end: int) -> int:
         """The first logical block that a pin which ends after `end` blocks guards; `end` if it guards none."""
@@ -68,7 +68,7 @@ class PinMarks:
             num_others = node.num_hard_pins + (0 if is_hard else len(node.soft_priorities)) - (node.end <= here)
             is_alone[node.start - base : node.end - base] = num_others == 0
         summed = np.concatenate(([0], np.cumsum(is_alone)))
-        used: Int64Array = summed[first - base : last - base + 1] * self._num_full_lanes
+        used: Int64Array = summed[first - base : last - base + 1] * self.num_full_lanes
         for column, group in self._guarded_groups(record):
             for node in path:
                 assert node.marks is not None  # there are sliding groups
@@ -85,7 +85,7 @@ class PinMarks:
 
     def mark(self, node: Node, record: PinRecord) -> None:
         """A pin covers this node from now on."""
-        num_blocks = node.num_blocks * self._num_full_lanes
+        num_blocks = node.num_blocks * self.num_full_lanes
         if record.level == HARD:
             if not node.num_hard_pins:
                 self._count(node, num_blocks, -num_blocks if node.soft_priorities else 0)
@@ -100,7 +100,7 @@ class PinMarks:
 
     def unmark(self, node: Node, record: PinRecord) -> None:
         """A pin that covered this node does not any more."""
-        num_blocks = node.num_blocks * self._num_full_lanes
+        num_blocks = node.num_blocks * self.num_full_lanes
         if record.level == HARD:
             node.num_hard_pins -= 1
             if not node.num_hard_pins:
@@ -145,7 +145,7 @@ class PinMarks:
     def on_tail_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a node that no hard pin covers are being forgotten."""
         if node.soft_priorities:
-            self._count(node, 0, -num_blocks * self._num_full_lanes)
+            self._count(node, 0, -num_blocks * self.num_full_lanes)
 
     def _guarded_groups(self, record: PinRecord) -> Iterator[tuple[int, GroupPlan]]:
         for column, group in enumerate(self._slid_out.groups):

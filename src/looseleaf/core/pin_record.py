@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from looseleaf.core.tree import Node
 from looseleaf.ids import Namespace, RequestId
@@ -63,9 +63,9 @@ class PastPin:
 @dataclass(eq=False)
 class PinRecord:
     """A live pin. `data` is what it asks for, packed and cut to whole blocks; it holds the path down to `node`, and
-    `awaited` is the first block that it lacks (empty if none)."""
+    `awaited` is the first block that it lacks (empty if none). `number`: pins are numbered as they are made."""
 
-    id: str
+    number: int
     data: bytes
     num_blocks: int
     num_tokens: int
@@ -90,16 +90,24 @@ class PinRecord:
     hit_mark: int = 0
 
     @property
+    def id(self) -> str:
+        """Its name to callers."""
+        return f"pin-{self.number}"
+
+    @property
     def is_automatic(self) -> bool:
         """Made by the cache itself: any explicit pin may take its place."""
         return self.priority == AUTOMATIC
 
 
 @dataclass
-class NodeUse:
-    """Uses of a node at which pins are anchored, since the first of them came: hits of all down to it, and when it was
-    last hit or asked for."""
+class Anchorage:
+    """The pins whose hold ends at one node, all (by id) and by the block that they wait for there (b"" if they have
+    all), so that storing a run looks only at those that wait for it. Uses of the node since the first of them came:
+    hits of all down to it, and when it was last hit or asked for."""
 
+    records: dict[str, PinRecord] = field(default_factory=dict)
+    by_awaited: dict[bytes, dict[str, PinRecord]] = field(default_factory=dict)
     num_hits: int = 0
     hit_at: float | None = None
     asked_at: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan
 from looseleaf.core.events import EventListener, PinChanged
 from looseleaf.core.pin_marks import PinMarks
-from looseleaf.core.pin_record import HARD, SOFT, NodeUse, PastPin, Pin, PinRecord
+from looseleaf.core.pin_queue import PinQueue
+from looseleaf.core.pin_record import HARD, SOFT, Anchorage, PastPin, Pin, PinRecord
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
@@ -22,6 +23,9 @@ from looseleaf.ids import Namespace
 
 MAX_PAST_PINS = 256
 """Ended and refused pins that are remembered."""
+
+MAX_FAILED_REFILLS = 16
+"""Pins that are offered quota which has become free though it is too little for them, before that is left at it."""
 
 
 class PinBook:
@@ -55,18 +59,18 @@ class PinBook:
         self._ledger = ledger
         self._victims = victims
         self.marks = PinMarks(plan, ledger, victims, slid_out)
-        # By node and by the first block that a pin waits for there (b"" if it has all), so that storing a run looks
-        # only at the pins that wait for it.
-        self._anchored: dict[int, dict[bytes, dict[str, PinRecord]]] = {}
-        self._uses: dict[int, NodeUse] = {}
+        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), self.namespace_quotas)
+        self.limited = PinQueue(lambda pin: (pin.level != HARD, -pin.priority, pin.number), self.namespace_quotas)
+        self.anchorages: dict[int, Anchorage] = {}  # by node
         self._price_tokens = 0.0  # what one block, pinned since the start, has cost others
         self._expiries: list[tuple[float, str]] = []
-        self._limited: dict[str, PinRecord] = {}
         self._refilled = 0  # changes of what is taken when limited pins were looked at last
+        self._num_refreshed = 0  # live pins that use keeps alive
 
-    def anchored_at(self, node: Node) -> list[PinRecord]:
-        """The pins whose hold ends at the end of `node`."""
-        return [record for records in self._anchored.get(node.id, {}).values() for record in records.values()]
+    def anchored_at(self, node: Node) -> Collection[PinRecord]:
+        """The pins whose hold ends at the end of `node`. O(1)."""
+        anchorage = self.anchorages.get(node.id)
+        return () if anchorage is None else anchorage.records.values()
 
     def snapshot(self, record: PinRecord) -> Pin:
         """What callers see of a pin."""
@@ -88,7 +92,7 @@ class PinBook:
             expires_at=self._expiry(record),
             last_used_at=record.last_used_at,
             refresh=record.refresh,
-            is_limited=record.id in self._limited and self._awaited(record, node.end) in node.children,
+            is_limited=record.number in self.limited.records,
             is_automatic=record.is_automatic,
             num_hits=record.num_hits,
             served_tokens=record.served_tokens,
@@ -100,7 +104,7 @@ class PinBook:
     def on_hit(self, path: list[Node], now_seconds: float) -> None:
         """A look-up reuses this path. O(path) however many pins there are: uses are counted by node."""
         for node in path:
-            use = self._uses.get(node.id)
+            use = self.anchorages.get(node.id)
             if use is not None:
                 use.num_hits += 1
                 use.hit_at = now_seconds
@@ -108,11 +112,13 @@ class PinBook:
     def refresh(self, root: Node, data: bytes, now_seconds: float) -> None:
         """A request asks for these packed tokens: pins that end within them and are refreshed on use live on from
         now."""
+        if not self._num_refreshed:
+            return
         match = self._tree.find(root, data, len(data) // self._tree.block_bytes)
         for node in match.node.path():
             if node is match.node and match.num_edge_blocks < node.num_blocks:
                 return
-            use = self._uses.get(node.id)
+            use = self.anchorages.get(node.id)
             if use is not None:
                 use.asked_at = now_seconds
 
@@ -124,7 +130,7 @@ class PinBook:
 
     def _settle(self, record: PinRecord) -> None:
         """Bring a pin's own figures up to date with its node's uses and the price of memory."""
-        use = self._uses[record.node.id]
+        use = self.anchorages[record.node.id]
         num_new = use.num_hits - record.hit_mark
         record.num_hits += num_new
         record.served_tokens += num_new * record.node.end * self._tree.block_bytes // TOKEN_BYTES
@@ -138,7 +144,7 @@ class PinBook:
 
     def _expiry(self, record: PinRecord) -> float | None:
         """When a pin ends, with what refreshed it since; None if never."""
-        use = self._uses[record.node.id]
+        use = self.anchorages[record.node.id]
         expiry = record.expires_at
         if expiry is not None and record.refresh and record.ttl_seconds is not None and use.asked_at is not None:
             expiry = max(expiry, use.asked_at + record.ttl_seconds)
@@ -158,25 +164,36 @@ class PinBook:
         if record.level == HARD and not partial:
             self._check_quota(record)
         self.records[record.id] = record
+        self._num_refreshed += record.refresh
         self._anchor(record, record.node)
-        self._tell("made", record)
         expiry = self._expiry(record)
         if expiry is not None:
             heapq.heappush(self._expiries, (expiry, record.id))
         self.advance(record)
+        try:
+            self._tell("made", record)
+        except BaseException:
+            self._drop(record)  # nobody would know its id
+            raise
 
     def remove(self, record: PinRecord, end: str) -> Pin:
         """Undo a pin: what only it held can be evicted again, and what others lack for want of quota is given to
         them. Its last snapshot. `end`: why, see `PastPin`."""
         snapshot = self.snapshot(record)
         self.past.append(PastPin(snapshot, end, self._clock()))
+        self._drop(record)
         self._tell(end, record)
+        return snapshot
+
+    def _drop(self, record: PinRecord) -> None:
         del self.records[record.id]
-        self._limited.pop(record.id, None)
+        self._num_refreshed -= record.refresh
         if len(self._expiries) > 2 * len(self.records) + 64:
             self._expiries = [entry for entry in self._expiries if entry[1] in self.records]
             heapq.heapify(self._expiries)
         self._unanchor(record)
+        self.soft.discard(record)
+        self.limited.discard(record)
         self.marks.guard(record, record.node, record.node.end, -1)
         for node in record.node.path():
             self.marks.unmark(node, record)
@@ -184,7 +201,6 @@ class PinBook:
         if not self.anchored_at(root):
             self._tree.drop_root_if_empty(root)
         self.refill()
-        return snapshot
 
     def _tell(self, change: str, record: PinRecord) -> None:
         self.num_changes[change] += 1
@@ -216,15 +232,23 @@ class PinBook:
 
     def on_stored_below(self, parent: Node, first_block: bytes) -> None:
         """A run that begins with `first_block` was stored below `parent`: pins that wait for it there may hold more."""
-        for record in list(self._anchored.get(parent.id, {}).get(first_block, {}).values()):
+        for record in self._waiting(parent, first_block):
             self.advance(record)
+
+    def _waiting(self, parent: Node, first_block: bytes) -> list[PinRecord]:
+        anchorage = self.anchorages.get(parent.id)
+        return [] if anchorage is None else list(anchorage.by_awaited.get(first_block, {}).values())
 
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
         self.marks.on_tail_evicted(node, num_blocks)
         assert node.parent is not None  # a root is no leaf that could be evicted
-        anchor = node.parent if num_blocks == node.num_blocks else node
-        for record in self.anchored_at(node):
+        anchor = node
+        if num_blocks == node.num_blocks:
+            anchor = node.parent
+            for record in self._waiting(anchor, node.tokens[: self._tree.block_bytes]):
+                self.limited.discard(record)  # what it lacks is not there any more
+        for record in list(self.anchored_at(node)):
             self._unanchor(record)
             self.marks.guard(record, node, node.end, -1)
             self._anchor(record, anchor, node.end - num_blocks)
@@ -243,21 +267,31 @@ class PinBook:
                 used = self.marks.used(record, path, here, num_stored)
             fitting = np.flatnonzero(used <= used[0] + self._room(record))
             self._move(record, path, here + int(fitting[-1]) if len(fitting) else here)
-        if record.node.end < num_stored:
-            self._limited[record.id] = record
-        else:
-            self._limited.pop(record.id, None)
+        self._note_limit(record)
         self._displace_excess(record.node.namespace)
+
+    def _note_limit(self, record: PinRecord) -> None:
+        if record.awaited in record.node.children:
+            self.limited.add(record)
+        else:
+            self.limited.discard(record)
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
         if self.marks.num_changes == self._refilled:
             return
-        for namespace in ("", *self.namespace_quotas):
-            self._displace_excess(namespace)
-        for record in sorted(self._limited.values(), key=lambda pin: (pin.level != HARD, -pin.priority)):
-            if self._room(record) > 0:
-                self.advance(record)
+        least = self.marks.num_full_lanes or 1
+        failed: list[PinRecord] = []
+        while len(failed) < MAX_FAILED_REFILLS:
+            record = next((pin for pin in self.limited.heads() if self._room(pin) >= least), None)
+            if record is None:
+                break
+            self.advance(record)
+            if record.number in self.limited.records:
+                self.limited.discard(record)
+                failed.append(record)
+        for record in failed:
+            self.limited.add(record)
         self._refilled = self.marks.num_changes
 
     def fits(self, plan: CachePlan) -> bool:
@@ -270,6 +304,10 @@ class PinBook:
         """Other quotas, none below what hard pins hold; soft ones give way."""
         self.quota_blocks = quota_blocks
         self.namespace_quotas = dict(namespace_quotas)
+        for queue in (self.soft, self.limited):
+            queue.set_quotas(self.namespace_quotas)
+        for namespace in ("", *self.namespace_quotas):
+            self._displace_excess(namespace)
         self._refilled = -1
         self.refill()
 
@@ -305,30 +343,31 @@ class PinBook:
 
     def _displace_excess(self, namespace: Namespace) -> None:
         """Let soft pins give way where the pins of all, or those of `namespace`, hold more than their quota."""
-        self._displace(self.marks.num_pinned_blocks - self.quota_blocks, self.records.values())
+        self._displace(self.marks.num_pinned_blocks - self.quota_blocks)
         quota = self.namespace_quotas.get(namespace)
-        if quota is not None and self.marks.taken_blocks(namespace) > quota:
-            own = [record for record in self.records.values() if record.node.namespace == namespace]
-            self._displace(self.marks.taken_blocks(namespace) - quota, own)
+        if quota is not None:
+            self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
 
     def _displace_automatic(self, record: PinRecord, needed_blocks: int) -> None:
         """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota."""
-        lacking = needed_blocks - self._room(record)
-        for other in [other for other in self.records.values() if other.is_automatic and lacking > 0]:
-            self._retreat(other, lacking)
-            lacking = needed_blocks - self._room(record)
+        namespace = record.node.namespace
+        quota = self.namespace_quotas.get(namespace)
+        if quota is not None:
+            taken = self.marks.taken_blocks(namespace)
+            self._displace(taken + needed_blocks - quota, namespace, only_automatic=True)
+            needed_blocks = min(needed_blocks, quota - self.marks.taken_blocks(namespace))
+        self._displace(self.marks.num_pinned_blocks + needed_blocks - self.quota_blocks, only_automatic=True)
 
-    def _displace(self, num_blocks: int, records: Iterable[PinRecord]) -> None:
-        """Take `num_blocks` blocks of quota from soft pins: lowest priority first, newest first, from their tails."""
-        if num_blocks <= 0:
-            return
-        soft = [record for record in reversed([*records]) if record.level == SOFT and record.node.end]
+    def _displace(self, num_blocks: int, namespace: Namespace | None = None, *, only_automatic: bool = False) -> None:
+        """Take `num_blocks` blocks of quota from soft pins, those of a namespace or all: lowest priority first, newest
+        first, from their tails."""
         moved = []
-        for record in sorted(soft, key=lambda pin: pin.priority):
+        while num_blocks > 0:
+            record = next(iter(self.soft.heads(namespace)), None)
+            if record is None or (only_automatic and not record.is_automatic):
+                break
             num_blocks -= self._retreat(record, num_blocks)
             moved.append(record)
-            if num_blocks <= 0:
-                break
         for record in moved:  # what others still pin costs no quota
             self.advance(record)
 
@@ -339,7 +378,7 @@ class PinBook:
         used = self.marks.used(record, path, 0, record.node.end)
         fitting = np.flatnonzero(used <= used[-1] - num_blocks)
         self._move(record, path, int(fitting[-1]) if len(fitting) else 0)
-        self._limited[record.id] = record
+        self._note_limit(record)
         return before - self.marks.num_pinned_blocks
 
     # --- marks ----------------------------------------------------------------------------------------------------
@@ -378,15 +417,20 @@ class PinBook:
         change)."""
         record.node = node
         record.awaited = self._awaited(record, node.end if end is None else end)
-        record.hit_mark = self._uses.setdefault(node.id, NodeUse()).num_hits
+        anchorage = self.anchorages.setdefault(node.id, Anchorage())
+        anchorage.records[record.id] = record
+        anchorage.by_awaited.setdefault(record.awaited, {})[record.id] = record
+        record.hit_mark = anchorage.num_hits
         record.price_mark = self._price_tokens
-        self._anchored.setdefault(node.id, {}).setdefault(record.awaited, {})[record.id] = record
+        if record.level == SOFT:
+            (self.soft.discard if node.is_root else self.soft.add)(record)
 
     def _unanchor(self, record: PinRecord) -> None:
         self._settle(record)
-        by_block = self._anchored[record.node.id]
-        del by_block[record.awaited][record.id]
-        if not by_block[record.awaited]:
-            del by_block[record.awaited]
-        if not by_block:
-            del self._anchored[record.node.id], self._uses[record.node.id]
+        anchorage = self.anchorages[record.node.id]
+        del anchorage.records[record.id]
+        del anchorage.by_awaited[record.awaited][record.id]
+        if not anchorage.by_awaited[record.awaited]:
+            del anchorage.by_awaited[record.awaited]
+        if not anchorage.records:
+            del self.anchorages[record.node.id]
