@@ -296,3 +296,18 @@ async def test_changing_needs_the_admin_key(make_server):
     assert (await server.get("/v1/pins/quota", **root))["share"] == 0.25
     (pin,) = await server.pins(**root)
     assert (pin["namespace"], pin["owner"]) == ('salt="secret"', "admin")
+
+
+async def test_a_full_pool_of_pins_is_said_and_hangs_nobody(make_server):
+    """[P67] A pin beyond the quota is refused with the numbers, or granted in part with the count; what is left serves
+    requests; where all is pinned a request is told so at once, and served once something is unpinned."""
+    server = await make_server(num_pages=2, pin_quota=1.0, max_model_tokens=512)
+    await server.post("/v1/pins", {"tokens": [1] * 256, "wait": True})
+    assert (await server.post(COMPLETIONS, {"prompt": [3] * 190, "max_tokens": 1}))["usage"]["prompt_tokens"] == 190
+    last = await server.post("/v1/pins", {"tokens": [2] * 256, "wait": True, "partial": True})
+    assert last["num_pinned_tokens"] == 256
+    assert (await server.get("/v1/pins/quota"))["used"] == 32
+    error = (await asyncio.wait_for(server.http.post(COMPLETIONS, json={"prompt": [3] * 190}), 5)).json()["error"]
+    assert "pinned" in error["message"]
+    await server.delete(f"/v1/pins/{last['id']}")
+    await server.post(COMPLETIONS, {"prompt": [3] * 190, "max_tokens": 1})

@@ -85,9 +85,10 @@ async def answer(
     pins.keep(outcomes)
     for item in chain.from_iterable(samples):
         context.directory.record(item.request_id, caller)
-    headers = {"x-request-id": answer_format.answer_id}
-    if outcomes:
-        headers[PIN_HEADER] = pins.describe(outcomes)
+
+    def headers() -> dict[str, str]:
+        pinned = {PIN_HEADER: pins.describe(outcomes)} if outcomes else {}
+        return {"x-request-id": answer_format.answer_id, **pinned}
 
     def close() -> None:
         generation.close()
@@ -95,14 +96,12 @@ async def answer(
 
     if body.stream:
         events = _events(generation, answer_format, body.wants_usage_event)
-        return EventStreamResponse(events, close, headers)
+        return EventStreamResponse(events, close, headers())
     try:
         results = await generation.collect(request.receive)
-        if outcomes:
-            headers[PIN_HEADER] = pins.describe(outcomes)
+        return JSONResponse(answer_format.answer(results), headers=headers())
     finally:
         close()
-    return JSONResponse(answer_format.answer(results), headers=headers)
 
 
 def _samples(
