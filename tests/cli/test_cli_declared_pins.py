@@ -127,7 +127,7 @@ tokens_file = "tokens.json"
         ("[[pin]]\ntext = 'a'\nwait = true\n", "no setting 'wait'", None),
         ("[[pin]]\nowner = 'x'\n", "pin 1 has nothing to pin", "text, file"),
         ("[[pin]]\ntext = 'a'\nfile = 'rules.txt'\n", "text and file", "one of"),
-        ("[[pin]]\nfile = 'none.txt'\n", "pin 1: cannot read", None),
+        ("[[pin]]\nfile = 'none.txt'\n", "none.txt: No such file", None),
         ("[[pin]]\nmessages_file = 'rules.txt'\n", "rules.txt: Expecting value", "JSON list"),
         ("[[pin]]\nmessages_file = 'object.json'\n", "pin 1: messages: ", None),
         ("[[pin]]\ntokens_file = 'rules.txt'\n", "rules.txt: Expecting value", "JSON list"),

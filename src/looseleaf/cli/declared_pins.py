@@ -70,8 +70,6 @@ def _pin(entry: Mapping[str, Any], name: str, folder: Path) -> DeclaredPin:
         options["cache_salt"] = options.pop("salt")
     try:
         body = PinBody(**{"owner": OWNER, **options, **prompt_of(source, folder)}, wait=True)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error.facts}", error.hint) from error
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -100,5 +98,5 @@ async def warm_pins(context: ServerContext, pins: Sequence[DeclaredPin], say: Ca
 
 async def _stays() -> Message:
     """A client that neither sends anything nor leaves."""
-    await asyncio.Event().wait()
-    raise AssertionError("nobody sets this event")
+    left: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await left

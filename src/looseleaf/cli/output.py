@@ -39,6 +39,7 @@ def print_facts(answer: Mapping[str, Any], indent: str = "") -> None:
     for name, value in answer.items():
         if isinstance(value, (dict, list)):
             print(f"{indent}{name.replace('_', ' ')}:" + ("" if value else " none"))
-            print_facts(value if isinstance(value, dict) else dict(enumerate(value, 1)), indent + "  ")
+            rows = value if isinstance(value, dict) else {str(place): row for place, row in enumerate(value, 1)}
+            print_facts(rows, indent + "  ")
         elif name != "object":
             print(f"{indent}{name.replace('_', ' ')}: {format(value, '.4g') if isinstance(value, float) else value}")

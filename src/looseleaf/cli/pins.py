@@ -1,4 +1,4 @@
-"""`looseleaf pins`: see, make and undo pins of a running server."""
+"""`looseleaf pins`: see, make, limit and undo pins of a running server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from urllib.parse import quote, urlencode
 import typer
 from rich.table import Table
 
+from looseleaf.cli.auto_pin import number_or_off
 from looseleaf.cli.client import DEFAULT_URL, JsonOption, KeyOption, ServerClient, UrlOption
 from looseleaf.cli.failures import friendly_errors
-from looseleaf.cli.output import print_json, stdout_console
+from looseleaf.cli.output import print_facts, print_json, stdout_console
 from looseleaf.cli.pin_files import prompt_of
-from looseleaf.cli.pin_limits import show_auto, show_quota
 from looseleaf.errors import ConfigError
 
-pins_app = typer.Typer(help="See, make and undo pins of a running server.", no_args_is_help=True)
+pins_app = typer.Typer(help="See, make, limit and undo pins of a running server.", no_args_is_help=True)
 
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="With this label, key=value; may come again.")]
 RequestOption = Annotated[str | None, typer.Option(help="Pin what this live or finished request computed.")]
@@ -30,6 +30,14 @@ TokensOption = Annotated[Path | None, typer.Option(help="Pin the token ids in th
 SaltOption = Annotated[str | None, typer.Option(help="The cache_salt of the requests that share it.")]
 TtlOption = Annotated[float | None, typer.Option("--ttl", "--ttl-seconds", help="Seconds until it expires.")]
 MaxTtlOption = Annotated[float | None, typer.Option("--max-ttl", help="Seconds until it expires, however refreshed.")]
+ShareArgument = Annotated[
+    float | None, typer.Argument(help="Set it: the share of all blocks that pins may hold, 0 to 1.")
+]
+ModeArgument = Annotated[str | None, typer.Argument(help="Switch it: on, off, or dry-run (only report it).")]
+MinTokensOption = Annotated[str | None, typer.Option(help="Prefixes of more tokens are candidates; off for no such.")]
+MinRateOption = Annotated[
+    str | None, typer.Option(help="So are those asked for by more requests a second; off for no such.")
+]
 
 
 @pins_app.command("list")
@@ -114,6 +122,44 @@ def remove_pin(
             print(f"{', '.join(ids) or 'no pins'} {'is' if len(ids) == 1 else 'are'} gone")
 
 
+@pins_app.command("quota")
+def show_quota(
+    share: ShareArgument = None,
+    salt: Annotated[str | None, typer.Option(help="Set that of the pins with this cache_salt, within all.")] = None,
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how much may be pinned and how much is, or set it."""
+    with friendly_errors():
+        if share is None and salt is not None:
+            raise ConfigError("--salt says whose quota to set", "looseleaf pins quota 0.1 --salt TENANT")
+        body: dict[str, Any] | None = None
+        if share is not None:
+            body = {"share": share, **({} if salt is None else {"cache_salt": salt})}
+        _show(ServerClient(url, key).call("GET" if body is None else "PUT", "/v1/pins/quota", body), as_json=as_json)
+
+
+@pins_app.command("auto")
+def show_auto(
+    mode: ModeArgument = None,
+    min_tokens: MinTokensOption = None,
+    min_rate: MinRateOption = None,
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the cache pins by itself and what that gained and lost, or switch it."""
+    with friendly_errors():
+        body: dict[str, Any] = {} if mode is None else {"mode": mode}
+        if min_tokens is not None:
+            tokens = number_or_off("--min-tokens", min_tokens)
+            body["min_tokens"] = None if tokens is None else int(tokens)
+        if min_rate is not None:
+            body["min_requests_per_second"] = number_or_off("--min-rate", min_rate)
+        _show(ServerClient(url, key).call("PUT" if body else "GET", "/v1/pins/auto", body or None), as_json=as_json)
+
+
 def labels_of(given: list[str] | None) -> dict[str, str]:
     """Labels written as key=value.
 
@@ -144,6 +190,13 @@ def _what(given: dict[str, Any], part: str) -> dict[str, Any]:
     return {**given, "part": part} if "request_id" in given else prompt_of(given)
 
 
+def _show(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        print_facts(answer)
+
+
 def _table(pins: list[dict[str, Any]], *, past: bool) -> Table:
     columns = ("id", "owner", "level", "held of asked", "served", "hits", "cost", "since", "ended" if past else "until")
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
@@ -172,7 +225,3 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
-
-
-pins_app.command("quota")(show_quota)
-pins_app.command("auto")(show_auto)
