@@ -256,6 +256,24 @@ class QuotaBody(BaseModel):
     cache_salt: str | None = None
 
 
+class AutoRuleBody(BaseModel):
+    """Which prefixes may be pinned automatically: longer ones than that, or more often asked for; null: no such."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    min_tokens: int | None = Field(default=None, ge=0)
+    min_requests_per_second: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
+class AutoPinBody(AutoRuleBody):
+    """How to pin automatically; what is not given stays as it is. `namespaces`: those with rules of their own, by the
+    names that pins show; null: nothing is pinned there."""
+
+    mode: Literal["on", "off", "dry-run"] | None = None
+    rate_window_seconds: PositiveSeconds = 1.0
+    namespaces: dict[str, AutoRuleBody | None] = {}
+
+
 class ClearBody(BaseModel):
     """What to forget: one namespace (`cache_salt`), or without it all that the caller may clear."""
 
