@@ -7,12 +7,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cli_kit import RunCli, Running, running
+from cli_kit import LETTERS, MEMORY, RunCli, Running, running
 
 from looseleaf.cli.build import LoadedModel
 from looseleaf.cli.client import ServerClient, ServerError
+from looseleaf.core.config import LayerGroup
 from looseleaf.errors import ConfigError
 from looseleaf.server import ServerSettings
+from looseleaf.testing.fake_runner import FakeRunner
+from looseleaf.testing.fake_tokenizer import FakeTokenizer
 
 TEXT = "All members may borrow five items at a time, ladders for four days only. " * 2
 
@@ -162,6 +165,20 @@ def test_the_quota_is_shown_and_set(cli: RunCli, server: Running) -> None:
     assert refused.exit_code == 1
     assert "(HTTP 409)" in refused.stderr
     assert cli("pins", "quota", "--salt", "tenant", "--url", server.url).exit_code == 2
+
+
+def test_figures_of_pins_are_plain_numbers_with_windows_too(cli: RunCli) -> None:
+    """What pins hold in groups that slide is counted in plain integers, so that quota and statistics can be sent."""
+    groups = (LayerGroup("full"), LayerGroup("window", window_tokens=32, num_lanes=2))
+    num_blocks = MEMORY.num_pages * MEMORY.blocks_per_page
+    runner = FakeRunner(num_blocks, MEMORY.block_tokens, alphabet=LETTERS, groups=groups)
+    with running(LoadedModel("fake", runner, FakeTokenizer(), num_blocks, 8 * MEMORY.block_tokens)) as server:
+        added = cli("pins", "add", "--text", TEXT[:60], "--wait", "--url", server.url)
+        assert added.exit_code == 0, added.stderr
+        shown = cli("pins", "quota", "--json", "--url", server.url)
+        assert shown.exit_code == 0, shown.stderr
+        assert json.loads(shown.stdout)["used"] == server.stack.cache.pins()[0].num_blocks > 0
+        assert httpx.get(f"{server.url}/v1/cache/stats").status_code == 200
 
 
 def test_a_file_that_is_not_there_is_bad_input(cli: RunCli, tmp_path: Path) -> None:
