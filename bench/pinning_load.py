@@ -166,7 +166,8 @@ class TextPrompts:
 
     def _write(self, title: str, num_tokens: int, is_start: bool = True) -> Int32Array:
         rng = random.Random(title)
-        words, tokens = [f"{title}:"], []
+        words: list[str] = [f"{title}:"]
+        tokens: list[int] = []
         while len(tokens) < num_tokens:
             words += rng.sample(self._sentences, min(20, len(self._sentences)))
             tokens = self._tokenizer.encode(". ".join(words), add_special_tokens=is_start)
