@@ -10,7 +10,7 @@ import pytest
 from looseleaf import CacheManager
 from tests.core.conftest import MakeCache, run, start, tokens
 
-MANY = 3000
+MANY = 1000
 
 
 def count_calls(act: Callable[[], object]) -> int:

@@ -122,7 +122,7 @@ class PinMarks:
                 assert marks is not None  # there are sliding groups
                 rows = slice(max(0, first - step.start), end - step.start)
                 hard, soft = marks.hard_guards[rows, column], marks.soft_guards[rows, column]  # views
-                num_hard, num_soft = np.count_nonzero(hard), np.count_nonzero((hard == 0) & (soft > 0))
+                num_hard, num_soft = int(np.count_nonzero(hard)), int(np.count_nonzero((hard == 0) & (soft > 0)))
                 counts = hard if record.level == HARD else soft
                 counts += sign
                 num_hard = int(np.count_nonzero(hard)) - num_hard

@@ -248,7 +248,7 @@ class PinRules(RuleBasedStateMachine):
         counts = [sum(lanes[name] for name, _, _ in rows) for rows in (hard, every)]
         assert counts == [stats.hard_pinned_blocks, stats.pinned_blocks]
         assert counts[1] <= stats.quota_blocks == math.floor(config.pin_quota * stats.num_blocks)
-        room = {None: stats.quota_blocks - counts[1]}
+        room_of_all, room = stats.quota_blocks - counts[1], {}
         for namespace, share in config.namespace_pin_quotas.items():
             num_held = sum(lanes[name] for name, owner, _ in every if owner == namespace)
             room[namespace] = math.floor(share * stats.num_blocks) - num_held
@@ -256,7 +256,7 @@ class PinRules(RuleBasedStateMachine):
         for tokens, pin in known:
             behind = ("full", pin.namespace, tuple(tokens[: pin.num_pinned_tokens + self.size]))
             if self.groups == (LayerGroup("full"),) and pin.is_limited and behind not in every:
-                assert min(room[None], room.get(pin.namespace, room[None])) == 0, "quota is left that a pin wants"
+                assert min(room_of_all, room.get(pin.namespace, room_of_all)) == 0, "quota is left that a pin wants"
 
     def _check_past(self, past: list[PastPin]) -> None:
         ends = [(ended.pin.id, ended.end) for ended in past]
