@@ -67,8 +67,8 @@ _DOCUMENTS = DocumentsSpec(
     flood_per_question=8,
     flood_tokens=160,
     flood_output_tokens=8,
-    warm_rounds=3,
-    rounds=6,
+    warm_rounds=5,
+    rounds=5,
     num_clients=8,
 )
 _SHORT = PopularSpec(

@@ -53,7 +53,7 @@ class Load:
 @dataclass(frozen=True)
 class DocumentsSpec:
     """`num_documents` of `document_tokens` (shortest, longest), asked about once a round in random order; between two
-    questions come 0 to 2 * `flood_per_question` one-off requests. Lengths of the flood vary by a half."""
+    questions come `flood_per_question` one-off requests. This number and all lengths of the flood vary by a half."""
 
     num_documents: int
     document_tokens: tuple[int, int]
@@ -88,7 +88,7 @@ class DocumentsSpec:
                 )
                 items.extend(
                     Item(FLOOD, None, 0, around(rng, self.flood_tokens), self.flood_output_tokens, is_measured)
-                    for _ in range(rng.randint(0, 2 * self.flood_per_question))
+                    for _ in range(around(rng, self.flood_per_question))
                 )
         return Load(tuple(items), self.num_clients, subjects)
 
