@@ -10,7 +10,7 @@ import pytest
 from looseleaf import CacheManager
 from tests.core.conftest import MakeCache, run, start, tokens
 
-MANY = 1000
+MANY = 3000
 
 
 def count_calls(act: Callable[[], object]) -> int:
@@ -111,23 +111,15 @@ def evict_soft_pins(cache: CacheManager) -> None:
 
 
 ACTS = [serve_under_pressure, change_pins, follow_a_running_request, evict_soft_pins]
-# Pins alike that give way, or get quota, all move: that is a call for each.
-MOVING = {
-    (hold_softly, change_pins),
-    (hold_softly, follow_a_running_request),
-    (want_quota, follow_a_running_request),
-    (want_quota, evict_soft_pins),
-}
 
 
-@pytest.mark.parametrize(
-    ("crowd", "act"), [(crowd, act) for crowd in CROWDS for act in ACTS if (crowd, act) not in MOVING]
-)
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("crowd", CROWDS)
 def test_a_crowd_of_pins_is_not_walked(
     make: MakeCache, crowd: Callable[[CacheManager], None], act: Callable[[CacheManager], None]
 ) -> None:
-    """Thousands of pins add no calls to a step, to a pin or to an unpin: nobody walks them."""
+    """Thousands of pins add less than a call each to steps, pins and unpins: nobody walks them."""
     few, many = make_crowded(make), make_crowded(make)
     crowd(many)
     alone, crowded = count_calls(lambda: act(few)), count_calls(lambda: act(many))
-    assert crowded < alone + MANY // 2
+    assert crowded < 2 * alone + MANY // 4

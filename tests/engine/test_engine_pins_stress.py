@@ -153,7 +153,7 @@ def check_all_gone(soak, pinners):
     assert (stats.num_pins, stats.pinned_blocks, stats.num_leases, stats.active_blocks) == (0, 0, 0, 0)
     assert stats.evictable_blocks == stats.cached_blocks
     book = cache._store.pins
-    assert (book.anchorages, book.soft.records, book.limited.records) == ({}, {}, {})
+    assert (book.anchorages, book.holds, book.soft.holds, book.limited.holds) == ({}, {}, {}, {})
     cache.clear()
     stats = cache.stats()
     assert (stats.free_blocks, stats.num_nodes, stats.num_namespaces) == (stats.num_blocks, 0, 0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pin_record import HARD, SOFT, PinRecord
+from looseleaf.core.pin_record import HARD, SOFT, PinHold
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import IntegrityError
@@ -173,17 +173,17 @@ def _check_pins(store: BlockStore) -> None:
     pins = store.pins
     hard: dict[int, int] = {}
     soft: dict[int, list[int]] = {}
-    for record in pins.records.values():
-        _check_place(store, record)
-        path = record.node.path()
+    for hold in pins.holds.values():
+        _check_place(store, hold)
+        path = hold.node.path()
         tokens = b"".join(node.tokens for node in path)
-        _require(record.data.startswith(tokens), "I8", f"pin {record.id} holds tokens that it did not ask for")
+        _require(hold.data.startswith(tokens), "I8", f"{hold.id} holds tokens that it did not ask for")
         for node in path:
-            _require(node.alive, "I8", f"pin {record.id} holds a node that is gone")
-            if record.level == HARD:
+            _require(node.alive, "I8", f"{hold.id} holds a node that is gone")
+            if hold.level == HARD:
                 hard[node.id] = hard.get(node.id, 0) + 1
             else:
-                soft.setdefault(node.id, []).append(record.priority)
+                soft.setdefault(node.id, []).append(hold.priority)
     num_full_lanes = len(_full_lanes(store))
     taken: Counter[tuple[str, str]] = Counter()  # blocks by namespace and level
     protected = np.zeros(store.ledger.num_blocks, dtype=np.bool_)
@@ -218,19 +218,21 @@ def _check_pins(store: BlockStore) -> None:
     _check_quotas(store, taken)
 
 
-def _check_place(store: BlockStore, record: PinRecord) -> None:
-    """I8: a pin is where those who look for it find it."""
-    pins, node = store.pins, record.node
-    anchorage, name = pins.anchorages[node.id], f"pin {record.id}"
-    place = anchorage.by_awaited[record.awaited]
-    is_found = anchorage.records.get(record.id) is record and place.get(record.id) is record
-    _require(is_found and pins.records.get(record.id) is record, "I8", f"{name} is not at its anchor")
+def _check_place(store: BlockStore, hold: PinHold) -> None:
+    """I8: pins and what they hold are where those who look for them find them."""
+    pins, node, name = store.pins, hold.node, hold.id
+    anchorage = pins.anchorages[node.id]
+    place = anchorage.by_awaited[hold.awaited]
+    is_found = anchorage.holds.get(hold.number) is hold and place.get(hold.number) is hold
+    _require(is_found and pins.holds.get(hold.terms) is hold, "I8", f"{name} is not at its anchor")
+    is_shared = all(record.hold is hold and pins.records.get(key) is record for key, record in hold.records.items())
+    _require(bool(hold.records) and is_shared, "I8", f"{name} is held for pins that are not there")
     size = store.tree.block_bytes
-    _require(record.awaited == record.data[node.end * size :][:size], "I8", f"{name} waits for another block")
-    is_limited = record.awaited in node.children
-    _require((record.number in pins.limited.records) == is_limited, "I8", f"{name} is limited: {is_limited}")
-    gives_way = record.level == SOFT and node.end > 0
-    _require((record.number in pins.soft.records) == gives_way, "I8", f"{name} can give way: {gives_way}")
+    _require(hold.awaited == hold.data[node.end * size :][:size], "I8", f"{name} waits for another block")
+    is_limited = hold.awaited in node.children
+    _require((hold.number in pins.limited.holds) == is_limited, "I8", f"{name} is limited: {is_limited}")
+    gives_way = hold.level == SOFT and node.end > 0
+    _require((hold.number in pins.soft.holds) == gives_way, "I8", f"{name} can give way: {gives_way}")
 
 
 def _check_quotas(store: BlockStore, taken: Counter[tuple[str, str]]) -> None:
@@ -246,22 +248,24 @@ def _check_quotas(store: BlockStore, taken: Counter[tuple[str, str]]) -> None:
     found, counted = (num_hard, num_soft), (marks.num_hard_blocks, marks.num_soft_blocks)
     _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
     _require(num_hard + num_soft <= pins.quota_blocks, "I8", f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}")
-    num_anchored = sum(len(anchorage.records) for anchorage in pins.anchorages.values())
-    _require(num_anchored == len(pins.records), "I8", f"{num_anchored} pins are anchored, {len(pins.records)} live")
+    num_anchored = sum(len(anchorage.holds) for anchorage in pins.anchorages.values())
+    _require(num_anchored == len(pins.holds), "I8", f"{num_anchored} holds have an anchor, {len(pins.holds)} are live")
+    num_pins = sum(len(hold.records) for hold in pins.holds.values())
+    _require(num_pins == len(pins.records), "I8", f"{num_pins} pins have a hold, {len(pins.records)} are live")
 
 
 def _expected_guards(store: BlockStore) -> dict[int, Int32Array]:
     """By node id, int32 [2 (hard, soft), rows, sliding groups]: what the pins of this moment guard."""
     guards: dict[int, Int32Array] = {}
-    for record in store.pins.records.values():
+    for hold in store.pins.holds.values():
         for column, group in enumerate(store.sliding):
-            if record.cache_type not in ("kv", group.group.name):
+            if hold.cache_type not in ("kv", group.group.name):
                 continue
-            first = group.first_needed_block(record.node.end)
-            for node in record.node.path():
+            first = group.first_needed_block(hold.node.end)
+            for node in hold.node.path():
                 shape = (2, node.num_blocks, len(store.sliding))
                 counts = guards.setdefault(node.id, np.zeros(shape, dtype=np.int32))
-                counts[0 if record.level == HARD else 1, max(0, first - node.start) :, column] += 1
+                counts[0 if hold.level == HARD else 1, max(0, first - node.start) :, column] += 1
     return guards
 
 

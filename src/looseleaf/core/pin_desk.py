@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinRecord
+from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
 from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
@@ -98,16 +98,20 @@ class PinDesk:
         self._num_asked += 1
         now = self._clock()
         ttl_seconds = wish.max_ttl_seconds if wish.ttl_seconds is None else wish.ttl_seconds
-        record = PinRecord(
+        hold = PinHold(
             number=self._num_asked,
             data=data[: num_blocks * self._store.tree.block_bytes],
             num_blocks=num_blocks,
-            num_tokens=num_tokens,
             node=self._store.tree.root(namespace),
-            owner=wish.owner,
             level=wish.level,
             priority=wish.priority,
             cache_type=wish.cache_type,
+        )
+        record = PinRecord(
+            number=self._num_asked,
+            hold=hold,
+            num_tokens=num_tokens,
+            owner=wish.owner,
             request_id=request_id,
             created_at=now,
             ttl_seconds=ttl_seconds,
@@ -181,6 +185,6 @@ class PinDesk:
                 raise UnknownPin(repr(pin_id))
             return records[pin_id]
         for record in reversed(records.values()):
-            if record.request_id == request_id and record.cache_type == cache_type:
+            if record.request_id == request_id and record.hold.cache_type == cache_type:
                 return record
         raise UnknownPin(f"of request {request_id!r} and cache_type {cache_type!r}")

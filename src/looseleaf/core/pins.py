@@ -13,7 +13,7 @@ from looseleaf.core.config import CachePlan
 from looseleaf.core.events import EventListener, PinChanged
 from looseleaf.core.pin_marks import PinMarks
 from looseleaf.core.pin_queue import PinQueue
-from looseleaf.core.pin_record import HARD, SOFT, Anchorage, PastPin, Pin, PinRecord
+from looseleaf.core.pin_record import HARD, SOFT, Anchorage, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
@@ -31,8 +31,9 @@ MAX_FAILED_REFILLS = 16
 class PinBook:
     """All live pins and what they hold, under one quota of blocks.
 
-    A pin is anchored at the node where what it holds ends: it covers that node and all above, and in groups that slide
-    it *guards* the rows that a hit at its end needs, whether they are there or not. When more of its tokens are stored
+    Pins that are alike (same tokens, same terms) share one hold: a thousand pins on a system prompt cost no more than
+    one. A hold is anchored at the node where it ends: it covers that node and all above, and in groups that slide it
+    *guards* the rows that a hit at its end needs, whether they are there or not. When more of its tokens are stored
     below its anchor it moves down, when they are evicted it moves up. Shared blocks count once; a guarded row counts as
     its blocks. Hard and soft pins together never hold more than the quota; a hard pin displaces soft ones, lowest
     priority first.
@@ -51,6 +52,9 @@ class PinBook:
         self.quota_blocks = plan.quota_blocks
         self.namespace_quotas: dict[Namespace, int] = dict(plan.namespace_quotas)
         self.records: dict[str, PinRecord] = {}
+        self.holds: dict[
+            tuple[Namespace, str, int, str, bytes], PinHold
+        ] = {}  # by terms: pins that are alike share one
         self.past: deque[PastPin] = deque(maxlen=MAX_PAST_PINS)
         self.num_changes: Counter[str] = Counter()  # by what `PinChanged` calls them
         self._clock = clock
@@ -67,36 +71,37 @@ class PinBook:
         self._refilled = 0  # changes of what is taken when limited pins were looked at last
         self._num_refreshed = 0  # live pins that use keeps alive
 
-    def anchored_at(self, node: Node) -> Collection[PinRecord]:
-        """The pins whose hold ends at the end of `node`. O(1)."""
+    def anchored_at(self, node: Node) -> Collection[PinHold]:
+        """The holds that end at the end of `node`. O(1)."""
         anchorage = self.anchorages.get(node.id)
-        return () if anchorage is None else anchorage.records.values()
+        return () if anchorage is None else anchorage.holds.values()
 
     def snapshot(self, record: PinRecord) -> Pin:
         """What callers see of a pin."""
-        node = record.node
-        self._settle(record)
+        hold, node = record.hold, record.node
+        self._settle(hold)
+        num_hits = hold.num_hits - record.hits_before
         return Pin(
             id=record.id,
             owner=record.owner,
-            level=record.level,
-            priority=record.priority,
+            level=hold.level,
+            priority=hold.priority,
             namespace=node.namespace,
-            cache_type=record.cache_type,
+            cache_type=hold.cache_type,
             request_id=record.request_id,
             num_tokens=record.num_tokens,
             num_pinned_tokens=node.end * self._tree.block_bytes // TOKEN_BYTES,
-            num_blocks=self.marks.held_blocks(record),
+            num_blocks=self.marks.held_blocks(hold),
             labels=record.labels,
             created_at=record.created_at,
             expires_at=self._expiry(record),
-            last_used_at=record.last_used_at,
+            last_used_at=hold.hit_at if num_hits else None,
             refresh=record.refresh,
-            is_limited=record.number in self.limited.records,
-            is_automatic=record.is_automatic,
-            num_hits=record.num_hits,
-            served_tokens=record.served_tokens,
-            cost_tokens=record.cost_tokens,
+            is_limited=hold.number in self.limited.holds,
+            is_automatic=hold.is_automatic,
+            num_hits=num_hits,
+            served_tokens=hold.served_tokens - record.served_before,
+            cost_tokens=hold.cost_tokens - record.cost_before,
         )
 
     # --- use and cost ---------------------------------------------------------------------------------------------
@@ -128,26 +133,26 @@ class PinBook:
         if num_idle:
             self._price_tokens += num_tokens / num_idle
 
-    def _settle(self, record: PinRecord) -> None:
-        """Bring a pin's own figures up to date with its node's uses and the price of memory."""
-        use = self.anchorages[record.node.id]
-        num_new = use.num_hits - record.hit_mark
-        record.num_hits += num_new
-        record.served_tokens += num_new * record.node.end * self._tree.block_bytes // TOKEN_BYTES
-        record.hit_mark = use.num_hits
+    def _settle(self, hold: PinHold) -> None:
+        """Bring a hold's figures up to date with its node's uses and the price of memory."""
+        use = self.anchorages[hold.node.id]
+        num_new = use.num_hits - hold.hit_mark
+        hold.num_hits += num_new
+        hold.served_tokens += num_new * hold.node.end * self._tree.block_bytes // TOKEN_BYTES
+        hold.hit_mark = use.num_hits
         if num_new:
-            record.last_used_at = use.hit_at
-        record.cost_tokens += (self._price_tokens - record.price_mark) * self.marks.held_blocks(record)
-        record.price_mark = self._price_tokens
-        if record.refresh and record.ttl_seconds is not None and use.asked_at is not None:
-            record.expires_at = max(record.expires_at or 0.0, use.asked_at + record.ttl_seconds)
+            hold.hit_at = use.hit_at
+        hold.cost_tokens += (self._price_tokens - hold.price_mark) * self.marks.held_blocks(hold)
+        hold.price_mark = self._price_tokens
+        if use.asked_at is not None:
+            hold.asked_at = use.asked_at if hold.asked_at is None else max(hold.asked_at, use.asked_at)
 
     def _expiry(self, record: PinRecord) -> float | None:
         """When a pin ends, with what refreshed it since; None if never."""
-        use = self.anchorages[record.node.id]
-        expiry = record.expires_at
-        if expiry is not None and record.refresh and record.ttl_seconds is not None and use.asked_at is not None:
-            expiry = max(expiry, use.asked_at + record.ttl_seconds)
+        self._settle(record.hold)
+        expiry, asked_at = record.expires_at, record.hold.asked_at
+        if expiry is not None and record.refresh and record.ttl_seconds is not None and asked_at is not None:
+            expiry = max(expiry, asked_at + record.ttl_seconds)
         if expiry is None or record.last_expiry is None:
             return expiry if record.last_expiry is None else record.last_expiry
         return min(expiry, record.last_expiry)
@@ -161,15 +166,23 @@ class PinBook:
             PinQuotaExceeded: a hard pin whose stored part does not fit and `partial` is false; nothing has changed
             then.
         """
-        if record.level == HARD and not partial:
+        hold = record.hold
+        if hold.level == HARD and not partial:
             self._check_quota(record)
-        self.records[record.id] = record
+        alike = self.holds.setdefault(hold.terms, hold)
+        if alike is hold:
+            self._anchor(hold, hold.node)
+        else:
+            self._settle(alike)
+        record.hold = alike
+        record.hits_before, record.served_before = alike.num_hits, alike.served_tokens
+        record.cost_before = alike.cost_tokens
+        alike.records[record.id] = self.records[record.id] = record
         self._num_refreshed += record.refresh
-        self._anchor(record, record.node)
         expiry = self._expiry(record)
         if expiry is not None:
             heapq.heappush(self._expiries, (expiry, record.id))
-        self.advance(record)
+        self.advance(alike)
         try:
             self._tell("made", record)
         except BaseException:
@@ -186,18 +199,22 @@ class PinBook:
         return snapshot
 
     def _drop(self, record: PinRecord) -> None:
-        del self.records[record.id]
+        hold = record.hold
+        del self.records[record.id], hold.records[record.id]
         self._num_refreshed -= record.refresh
         if len(self._expiries) > 2 * len(self.records) + 64:
             self._expiries = [entry for entry in self._expiries if entry[1] in self.records]
             heapq.heapify(self._expiries)
-        self._unanchor(record)
-        self.soft.discard(record)
-        self.limited.discard(record)
-        self.marks.guard(record, record.node, record.node.end, -1)
-        for node in record.node.path():
-            self.marks.unmark(node, record)
-        root = self._tree.root(record.node.namespace)
+        if hold.records:
+            return
+        del self.holds[hold.terms]
+        self._unanchor(hold)
+        self.soft.discard(hold)
+        self.limited.discard(hold)
+        self.marks.guard(hold, hold.node, hold.node.end, -1)
+        for node in hold.node.path():
+            self.marks.unmark(node, hold)
+        root = self._tree.root(hold.node.namespace)
         if not self.anchored_at(root):
             self._tree.drop_root_if_empty(root)
         self.refill()
@@ -206,7 +223,7 @@ class PinBook:
         self.num_changes[change] += 1
         if self._on_event is not None:
             self._on_event(
-                PinChanged(record.id, change, record.node.namespace, record.owner, record.level, record.num_tokens)
+                PinChanged(record.id, change, record.node.namespace, record.owner, record.hold.level, record.num_tokens)
             )
 
     def expire(self, now_seconds: float) -> None:
@@ -232,10 +249,10 @@ class PinBook:
 
     def on_stored_below(self, parent: Node, first_block: bytes) -> None:
         """A run that begins with `first_block` was stored below `parent`: pins that wait for it there may hold more."""
-        for record in self._waiting(parent, first_block):
-            self.advance(record)
+        for hold in self._waiting(parent, first_block):
+            self.advance(hold)
 
-    def _waiting(self, parent: Node, first_block: bytes) -> list[PinRecord]:
+    def _waiting(self, parent: Node, first_block: bytes) -> list[PinHold]:
         anchorage = self.anchorages.get(parent.id)
         return [] if anchorage is None else list(anchorage.by_awaited.get(first_block, {}).values())
 
@@ -246,52 +263,52 @@ class PinBook:
         anchor = node
         if num_blocks == node.num_blocks:
             anchor = node.parent
-            for record in self._waiting(anchor, node.tokens[: self._tree.block_bytes]):
-                self.limited.discard(record)  # what it lacks is not there any more
-        for record in list(self.anchored_at(node)):
-            self._unanchor(record)
-            self.marks.guard(record, node, node.end, -1)
-            self._anchor(record, anchor, node.end - num_blocks)
-            self.marks.guard(record, anchor, node.end - num_blocks, 1)
+            for hold in self._waiting(anchor, node.tokens[: self._tree.block_bytes]):
+                self.limited.discard(hold)  # what it lacks is not there any more
+        for hold in list(self.anchored_at(node)):
+            self._unanchor(hold)
+            self.marks.guard(hold, node, node.end, -1)
+            self._anchor(hold, anchor, node.end - num_blocks)
+            self.marks.guard(hold, anchor, node.end - num_blocks, 1)
 
-    def advance(self, record: PinRecord) -> None:
+    def advance(self, hold: PinHold) -> None:
         """Move a pin down along its tokens as far as they are stored and the quota goes."""
-        here, size = record.node.end, self._tree.block_bytes
-        match = self._tree.find(record.node, record.data[here * size :], record.num_blocks - here)
+        here, size = hold.node.end, self._tree.block_bytes
+        match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here)
         num_stored = here + match.num_blocks
         if num_stored > here:
-            path = match.node.path(self.marks.first_guarded(record, here))  # what the move changes, not all above
-            used = self.marks.used(record, path, here, num_stored)
-            if record.level == SOFT and not record.is_automatic:
-                self._displace_automatic(record, int(used[-1] - used[0]))
-                used = self.marks.used(record, path, here, num_stored)
-            fitting = np.flatnonzero(used <= used[0] + self._room(record))
-            self._move(record, path, here + int(fitting[-1]) if len(fitting) else here)
-        self._note_limit(record)
-        self._displace_excess(record.node.namespace)
+            path = match.node.path(self.marks.first_guarded(hold, here))  # what the move changes, not all above
+            used = self.marks.used(hold, path, here, num_stored)
+            if hold.level == SOFT and not hold.is_automatic:
+                self._displace_automatic(hold, int(used[-1] - used[0]))
+                used = self.marks.used(hold, path, here, num_stored)
+            fitting = np.flatnonzero(used <= used[0] + self._room(hold))
+            self._move(hold, path, here + int(fitting[-1]) if len(fitting) else here)
+        self._note_limit(hold)
+        self._displace_excess(hold.node.namespace)
 
-    def _note_limit(self, record: PinRecord) -> None:
-        if record.awaited in record.node.children:
-            self.limited.add(record)
+    def _note_limit(self, hold: PinHold) -> None:
+        if hold.awaited in hold.node.children:
+            self.limited.add(hold)
         else:
-            self.limited.discard(record)
+            self.limited.discard(hold)
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
         if self.marks.num_changes == self._refilled:
             return
         least = self.marks.num_full_lanes or 1
-        failed: list[PinRecord] = []
+        failed: list[PinHold] = []
         while len(failed) < MAX_FAILED_REFILLS:
-            record = next((pin for pin in self.limited.heads() if self._room(pin) >= least), None)
-            if record is None:
+            hold = next((pin for pin in self.limited.heads() if self._room(pin) >= least), None)
+            if hold is None:
                 break
-            self.advance(record)
-            if record.number in self.limited.records:
-                self.limited.discard(record)
-                failed.append(record)
-        for record in failed:
-            self.limited.add(record)
+            self.advance(hold)
+            if hold.number in self.limited.holds:
+                self.limited.discard(hold)
+                failed.append(hold)
+        for hold in failed:
+            self.limited.add(hold)
         self._refilled = self.marks.num_changes
 
     def fits(self, plan: CachePlan) -> bool:
@@ -314,12 +331,13 @@ class PinBook:
     # --- quota ----------------------------------------------------------------------------------------------------
 
     def _check_quota(self, record: PinRecord) -> None:
-        match = self._tree.find(record.node, record.data, record.num_blocks)
-        needed = int(self.marks.used(record, match.node.path(), 0, match.num_blocks)[-1])
-        available = self._room(record)
+        hold = record.hold
+        match = self._tree.find(hold.node, hold.data, hold.num_blocks)
+        needed = int(self.marks.used(hold, match.node.path(), 0, match.num_blocks)[-1])
+        available = self._room(hold)
         if needed > available:
             self._refuse(record)
-            namespace = record.node.namespace
+            namespace = hold.node.namespace
             quota = self.namespace_quotas.get(namespace)
             if quota is not None and available == max(0, quota - self.marks.taken_blocks(namespace, hard_only=True)):
                 taken = self.marks.taken_blocks(namespace, hard_only=True)
@@ -327,14 +345,14 @@ class PinBook:
             raise PinQuotaExceeded(needed, available, self.quota_blocks, self.marks.num_hard_blocks)
 
     def _refuse(self, record: PinRecord) -> None:
-        self._anchor(record, record.node)
+        self._anchor(record.hold, record.node)
         self.past.append(PastPin(self.snapshot(record), "refused", self._clock()))
-        self._unanchor(record)
+        self._unanchor(record.hold)
         self._tell("refused", record)
 
-    def _room(self, record: PinRecord) -> int:
+    def _room(self, hold: PinHold) -> int:
         """Blocks of quota that this pin may take, of that of its namespace too."""
-        is_hard, namespace = record.level == HARD, record.node.namespace
+        is_hard, namespace = hold.level == HARD, hold.node.namespace
         room = self.quota_blocks - (self.marks.num_hard_blocks if is_hard else self.marks.num_pinned_blocks)
         quota = self.namespace_quotas.get(namespace)
         if quota is not None:
@@ -348,9 +366,9 @@ class PinBook:
         if quota is not None:
             self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
 
-    def _displace_automatic(self, record: PinRecord, needed_blocks: int) -> None:
+    def _displace_automatic(self, hold: PinHold, needed_blocks: int) -> None:
         """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota."""
-        namespace = record.node.namespace
+        namespace = hold.node.namespace
         quota = self.namespace_quotas.get(namespace)
         if quota is not None:
             taken = self.marks.taken_blocks(namespace)
@@ -363,74 +381,74 @@ class PinBook:
         first, from their tails."""
         moved = []
         while num_blocks > 0:
-            record = next(iter(self.soft.heads(namespace)), None)
-            if record is None or (only_automatic and not record.is_automatic):
+            hold = next(iter(self.soft.heads(namespace)), None)
+            if hold is None or (only_automatic and not hold.is_automatic):
                 break
-            num_blocks -= self._retreat(record, num_blocks)
-            moved.append(record)
-        for record in moved:  # what others still pin costs no quota
-            self.advance(record)
+            num_blocks -= self._retreat(hold, num_blocks)
+            moved.append(hold)
+        for hold in moved:  # what others still pin costs no quota
+            self.advance(hold)
 
-    def _retreat(self, record: PinRecord, num_blocks: int) -> int:
+    def _retreat(self, hold: PinHold, num_blocks: int) -> int:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
         before = self.marks.num_pinned_blocks
-        path = record.node.path()
-        used = self.marks.used(record, path, 0, record.node.end)
+        path = hold.node.path()
+        used = self.marks.used(hold, path, 0, hold.node.end)
         fitting = np.flatnonzero(used <= used[-1] - num_blocks)
-        self._move(record, path, int(fitting[-1]) if len(fitting) else 0)
-        self._note_limit(record)
+        self._move(hold, path, int(fitting[-1]) if len(fitting) else 0)
+        self._note_limit(hold)
         return before - self.marks.num_pinned_blocks
 
     # --- marks ----------------------------------------------------------------------------------------------------
 
-    def _move(self, record: PinRecord, path: list[Node], end: int) -> None:
+    def _move(self, hold: PinHold, path: list[Node], end: int) -> None:
         """Let a pin end after `end` blocks of `path`, which holds the path of its present end or goes on behind it."""
-        here = record.node.end
+        here = hold.node.end
         if end == here:
             return
-        self._unanchor(record)
-        self.marks.guard(record, record.node, here, -1)
-        anchor = self._tree.root(record.node.namespace)
+        self._unanchor(hold)
+        self.marks.guard(hold, hold.node, here, -1)
+        anchor = self._tree.root(hold.node.namespace)
         for node in path:
             if node.start < end < node.end:
                 upper = self._victims.split(node, end - node.start)
                 if here < end:  # the part behind `end` is not covered: mark the upper part alone
-                    self.marks.mark(upper, record)
+                    self.marks.mark(upper, hold)
                 else:
-                    self.marks.unmark(node, record)
+                    self.marks.unmark(node, hold)
                 anchor = upper
             elif node.end <= end:
                 anchor = node
                 if node.end > here:
-                    self.marks.mark(node, record)
+                    self.marks.mark(node, hold)
             elif node.end <= here:
-                self.marks.unmark(node, record)
-        self._anchor(record, anchor)
-        self.marks.guard(record, anchor, end, 1)
+                self.marks.unmark(node, hold)
+        self._anchor(hold, anchor)
+        self.marks.guard(hold, anchor, end, 1)
 
-    def _awaited(self, record: PinRecord, end: int) -> bytes:
+    def _awaited(self, hold: PinHold, end: int) -> bytes:
         """The first block that a pin lacks when it holds `end` blocks; empty if it has all."""
-        return record.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
+        return hold.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
 
-    def _anchor(self, record: PinRecord, node: Node, end: int | None = None) -> None:
+    def _anchor(self, hold: PinHold, node: Node, end: int | None = None) -> None:
         """Note that the hold of a pin ends at `node`, after `end` blocks (`node.end`, unless that is about to
         change)."""
-        record.node = node
-        record.awaited = self._awaited(record, node.end if end is None else end)
+        hold.node = node
+        hold.awaited = self._awaited(hold, node.end if end is None else end)
         anchorage = self.anchorages.setdefault(node.id, Anchorage())
-        anchorage.records[record.id] = record
-        anchorage.by_awaited.setdefault(record.awaited, {})[record.id] = record
-        record.hit_mark = anchorage.num_hits
-        record.price_mark = self._price_tokens
-        if record.level == SOFT:
-            (self.soft.discard if node.is_root else self.soft.add)(record)
+        anchorage.holds[hold.number] = hold
+        anchorage.by_awaited.setdefault(hold.awaited, {})[hold.number] = hold
+        hold.hit_mark = anchorage.num_hits
+        hold.price_mark = self._price_tokens
+        if hold.level == SOFT:
+            (self.soft.discard if node.is_root else self.soft.add)(hold)
 
-    def _unanchor(self, record: PinRecord) -> None:
-        self._settle(record)
-        anchorage = self.anchorages[record.node.id]
-        del anchorage.records[record.id]
-        del anchorage.by_awaited[record.awaited][record.id]
-        if not anchorage.by_awaited[record.awaited]:
-            del anchorage.by_awaited[record.awaited]
-        if not anchorage.records:
-            del self.anchorages[record.node.id]
+    def _unanchor(self, hold: PinHold) -> None:
+        self._settle(hold)
+        anchorage = self.anchorages[hold.node.id]
+        del anchorage.holds[hold.number]
+        del anchorage.by_awaited[hold.awaited][hold.number]
+        if not anchorage.by_awaited[hold.awaited]:
+            del anchorage.by_awaited[hold.awaited]
+        if not anchorage.holds:
+            del self.anchorages[hold.node.id]

@@ -62,7 +62,7 @@ class PinRules(RuleBasedStateMachine):
         namespace=NAMESPACES,
         owner=OWNERS,
         level=st.sampled_from(["hard", "soft"]),
-        priority=st.integers(0, 2),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
         ttl_seconds=st.sampled_from([None, None, 5.0]),
         max_ttl_seconds=st.sampled_from([None, None, 3.0, 12.0]),
         refresh=st.booleans(),
