@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
+
 import pytest
 
-from looseleaf import RequestError
+from looseleaf import LifecycleError, RequestError
 from looseleaf.testing.clock import ManualClock
 from tests.core.conftest import MakeCache, run, tokens
 
@@ -67,15 +71,43 @@ def test_arguments_that_can_not_be(make: MakeCache, how: dict[str, object]) -> N
     assert cache.stats() == before
 
 
+@pytest.mark.parametrize("name", ["x", 5, [], {}], ids=str)
+def test_names_that_are_no_strings(make: MakeCache, name: object) -> None:
+    """A namespace, a request and a pin are named by strings; others are refused, unhashable ones too."""
+    cache = make(8, pin_quota=1.0)
+    is_name = isinstance(name, str)
+    before = cache.stats()
+    for call in (
+        lambda: cache.pin(request_id=name),  # type: ignore[arg-type]
+        lambda: cache.unpin(name),  # type: ignore[arg-type]
+        lambda: cache.unpin(request_id=name),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(LifecycleError if is_name else RequestError):
+            call()
+    if not is_name:
+        with pytest.raises(RequestError, match="namespace"):
+            cache.pin(tokens(1, 8), namespace=name)  # type: ignore[arg-type]
+    assert cache.unpin_all(owner=name) == []  # type: ignore[arg-type]
+    assert cache.stats() == before
+
+
 def test_labels_are_the_callers_no_more(make: MakeCache) -> None:
-    """Ten thousand labels are kept as they were at the call; nobody can change those of a pin afterwards."""
+    """Ten thousand labels are kept as they were at the call; who changes those of a snapshot changes no pin."""
     cache = make(8, pin_quota=1.0)
     labels = {str(number): "x" for number in range(10_000)}
     cache.pin(tokens(1, 8), labels=labels)
     labels["0"] = "changed"
     kept = cache.pins()[0].labels
-    assert len(kept) == 10_000
-    assert kept["0"] == "x"
-    with pytest.raises(TypeError):
-        kept["0"] = "changed"  # type: ignore[index]
+    assert (len(kept), kept["0"]) == (10_000, "x")
+    kept["0"] = "changed"  # type: ignore[index]
     assert cache.pins()[0].labels["0"] == "x"
+
+
+def test_a_snapshot_can_be_sent(make: MakeCache) -> None:
+    """A snapshot is plain data: it can be made a dictionary, and JSON of that, and be pickled."""
+    cache = make(8, pin_quota=1.0)
+    pin = cache.pin(tokens(1, 8), labels={"team": "a"}, ttl_seconds=5)
+    assert json.loads(json.dumps(dataclasses.asdict(pin)))["labels"] == {"team": "a"}
+    assert pickle.loads(pickle.dumps(pin)) == pin
+    cache.unpin(pin.id)
+    assert dataclasses.asdict(cache.past_pins()[0])["pin"]["labels"] == {"team": "a"}

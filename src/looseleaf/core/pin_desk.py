@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
@@ -63,6 +62,12 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _check_names(**names: object) -> None:
+    for name, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} is {value!r}; it must be a string")
+
+
 class PinDesk:
     """Pins of one manager. Used under the manager's lock."""
 
@@ -77,6 +82,7 @@ class PinDesk:
         """See `CacheManager.pin`."""
         if (tokens is None) == (request_id is None):
             raise RequestError("pin takes tokens or a request_id, one of them")
+        _check_names(namespace=namespace, request_id=request_id)
         wish.check(self._desk.group_names)
         data = None if tokens is None else pack_tokens(tokens)
         self._store.expire_pins()
@@ -116,7 +122,7 @@ class PinDesk:
             created_at=now,
             ttl_seconds=ttl_seconds,
             refresh=wish.refresh,
-            labels=MappingProxyType(dict(wish.labels or {})),
+            labels=dict(wish.labels or {}),
             last_expiry=None if wish.max_ttl_seconds is None else now + wish.max_ttl_seconds,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
         )
@@ -138,6 +144,7 @@ class PinDesk:
         """See `CacheManager.unpin`."""
         if (pin_id is None) == (request_id is None):
             raise RequestError("unpin takes a pin id or a request_id, one of them")
+        _check_names(pin_id=pin_id, request_id=request_id)
         self._store.expire_pins()
         record = self._find(pin_id, request_id, cache_type)
         return self._undo(record)

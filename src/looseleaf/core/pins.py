@@ -92,7 +92,7 @@ class PinBook:
             num_tokens=record.num_tokens,
             num_pinned_tokens=node.end * self._tree.block_bytes // TOKEN_BYTES,
             num_blocks=self.marks.held_blocks(hold),
-            labels=record.labels,
+            labels=dict(record.labels),
             created_at=record.created_at,
             expires_at=self._expiry(record),
             last_used_at=hold.hit_at if num_hits else None,
