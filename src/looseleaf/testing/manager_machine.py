@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.stats import CacheStats
@@ -34,6 +35,7 @@ GROUPS = (
     (LayerGroup("window", window_tokens=6),),
     (LayerGroup("chunked", chunk_tokens=8, num_lanes=2), FULL),
 )
+AUTO_PIN = AutoPinConfig(AutoPinRule(min_tokens=1, min_requests_per_second=None))
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
@@ -54,6 +56,7 @@ class ManagerMachine(PinRules):
         namespace_pin_quotas=st.dictionaries(NAMESPACES, SHARES, max_size=2),
         reserve_pages=st.sampled_from([0, 1]),
         groups=st.sampled_from([(FULL,), *GROUPS]),
+        auto_pin=st.sampled_from([None, None, AUTO_PIN, replace(AUTO_PIN, dry_run=True)]),
     )
     def make(
         self,
@@ -65,6 +68,7 @@ class ManagerMachine(PinRules):
         namespace_pin_quotas: dict[str, float],
         reserve_pages: int,
         groups: tuple[LayerGroup, ...],
+        auto_pin: AutoPinConfig | None,
     ) -> None:
         """An empty cache of any shape."""
         self.groups = groups
@@ -79,6 +83,7 @@ class ManagerMachine(PinRules):
             reserve_pages=reserve_pages,
             groups=groups,
             num_known_requests=5,
+            auto_pin=auto_pin,
         )
         self.mirror = EventMirror(block_tokens, groups)
         self.cache = CacheManager(config, clock=self.clock, on_event=self.mirror.on_event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -12,6 +13,7 @@ from looseleaf.core.config import LayerGroup
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.pin_record import PastPin, Pin
+from looseleaf.core.tokens import pack_tokens
 from looseleaf.errors import PinQuotaExceeded, RequestError, UnknownPin, UnknownRequest
 from looseleaf.testing.clock import ManualClock
 from looseleaf.testing.mirror import EventMirror
@@ -68,6 +70,7 @@ class PinRules(RuleBasedStateMachine):
         refresh=st.booleans(),
         partial=st.booleans(),
         is_cut=st.booleans(),
+        times=st.sampled_from([1, 1, 2, 3]),
     )
     def pin(
         self,
@@ -81,29 +84,32 @@ class PinRules(RuleBasedStateMachine):
         refresh: bool,
         partial: bool,
         is_cut: bool,
+        times: int,
     ) -> None:
-        """A pin holds whole blocks within the quota, or is refused and nothing changes."""
+        """A pin holds whole blocks within the quota, or is refused and nothing changes; also the same again."""
         prompt = self._prompt(data)
-        last_token = data.draw(st.integers(1, len(prompt) + 1)) if is_cut else None
-        cache_type = data.draw(st.sampled_from(["kv", "kv", "kv", *(group.name for group in self.groups)]))
+        wish = {
+            "namespace": namespace,
+            "owner": owner,
+            "labels": {"owner": owner},
+            "level": level,
+            "priority": priority,
+            "ttl_seconds": ttl_seconds,
+            "max_ttl_seconds": max_ttl_seconds,
+            "refresh": refresh,
+            "partial": partial,
+            "last_token": data.draw(st.integers(1, len(prompt) + 1)) if is_cut else None,
+            "cache_type": data.draw(st.sampled_from(["kv", "kv", "kv", *(group.name for group in self.groups)])),
+        }
+        for _ in range(times):
+            self._pin(prompt, wish)
+
+    def _pin(self, prompt: list[int], wish: dict[str, Any]) -> None:
         stats, held = self.cache.stats(), self._held()
         try:
-            pin = self.cache.pin(
-                prompt,
-                namespace=namespace,
-                owner=owner,
-                labels={"n": str(len(self.pins))},
-                level=level,
-                priority=priority,
-                ttl_seconds=ttl_seconds,
-                max_ttl_seconds=max_ttl_seconds,
-                refresh=refresh,
-                partial=partial,
-                last_token=last_token,
-                cache_type=cache_type,
-            )
+            pin = self.cache.pin(prompt, **wish)
         except PinQuotaExceeded as error:
-            assert (level, partial) == ("hard", False)
+            assert (wish["level"], wish["partial"]) == ("hard", False)
             assert error.needed_blocks > error.available_blocks
             assert self.cache.stats().pinned_blocks == stats.pinned_blocks
             assert self._held() == held
@@ -111,13 +117,20 @@ class PinRules(RuleBasedStateMachine):
             self.tally.ends.append((self.cache.past_pins()[-1].pin.id, "refused"))
             return
         except RequestError:
-            assert last_token == len(prompt) + 1
+            assert wish["last_token"] == len(prompt) + 1
             return
-        assert pin.num_tokens == (last_token or len(prompt))
-        assert pin.labels == {"n": str(len(self.pins))}
-        lives = [seconds for seconds in (ttl_seconds, max_ttl_seconds) if seconds is not None]
+        assert pin.num_tokens == (wish["last_token"] or len(prompt))
+        assert pin.labels == {"owner": wish["owner"]}
+        lives = [wish[name] for name in ("ttl_seconds", "max_ttl_seconds") if wish[name] is not None]
         assert pin.expires_at == (self.clock() + min(lives) if lives else None)
         self._note(pin, prompt)
+
+    @rule(data=st.data(), namespace=NAMESPACES)
+    def pin_automatically(self, data: st.DataObject, namespace: str) -> None:
+        """The cache pins by itself, as its rules would: softly, behind all others."""
+        prompt = self._prompt(data)
+        pin_id = self.cache._pins.pin_automatically(namespace, pack_tokens(prompt))
+        self._note(next(pin for pin in self.cache.pins() if pin.id == pin_id), prompt)
 
     @rule(number=st.integers(1, 40), part=st.sampled_from(["all", "prompt"]))
     def pin_request(self, number: int, part: str) -> None:
@@ -160,12 +173,13 @@ class PinRules(RuleBasedStateMachine):
             return
         raise AssertionError("unpinned twice")
 
-    @rule(owner=OWNERS, namespace=st.sampled_from([None, "", "a"]))
+    @precondition(lambda self: len(self.pins) > 3)
+    @rule(owner=st.sampled_from(["", "ops", "auto"]), namespace=st.sampled_from([None, "", "a"]))
     def unpin_all(self, owner: str, namespace: str | None) -> None:
         """All pins of an owner go at once, and no other."""
         chosen = [pin.id for pin in self.cache.pins() if pin.owner == owner and namespace in (None, pin.namespace)]
         assert [pin.id for pin in self.cache.unpin_all(owner=owner, namespace=namespace)] == chosen
-        for pin_id in chosen:
+        for pin_id in self.pins.keys() & chosen:
             self._ended(pin_id, "unpinned")
 
     @rule(share=SHARES, namespace=st.sampled_from([None, None, "", "a"]))
@@ -199,11 +213,23 @@ class PinRules(RuleBasedStateMachine):
     def check_pins(self) -> None:
         """Pins live as long as they should, hold what is stored as far as the quota goes, and never lose it."""
         live = {pin.id: pin for pin in self.cache.pins()}
+        by_itself = [live.pop(pin_id) for pin_id in [*live] if live[pin_id].is_automatic and pin_id not in self.pins]
         assert set(live) == set(self.pins)
         for pin_id, pin in live.items():
             self._check_pin(self.pins[pin_id], pin)
-        self._check_quotas(live)
+        if not any(pin.num_pinned_tokens for pin in by_itself):  # the machine does not know what those should hold
+            self._check_quotas(live)
+        self._check_automatic([*by_itself, *(pin for pin in live.values() if pin.is_automatic)], live)
         self._check_past(self.cache.past_pins())
+        assert self.cache.stats().num_pins == len(live) + len(by_itself)
+
+    def _check_automatic(self, automatic: list[Pin], live: dict[str, Pin]) -> None:
+        """They stand behind every explicit pin: what those want, no automatic one holds."""
+        assert all((pin.owner, pin.level, pin.expires_at) == ("auto", "soft", None) for pin in automatic)
+        if self.groups == (LayerGroup("full"),) and not self.cache.config.namespace_pin_quotas:
+            is_wanted = any(pin.is_limited and not pin.is_automatic for pin in live.values())
+            stats = self.cache.stats()
+            assert not is_wanted or stats.pinned_blocks == stats.quota_blocks
 
     def _check_pin(self, known: KnownPin, now: Pin) -> None:
         before, known.latest = known.latest, now
@@ -259,9 +285,8 @@ class PinRules(RuleBasedStateMachine):
                 assert min(room_of_all, room.get(pin.namespace, room_of_all)) == 0, "quota is left that a pin wants"
 
     def _check_past(self, past: list[PastPin]) -> None:
-        ends = [(ended.pin.id, ended.end) for ended in past]
-        assert sorted(ends) == sorted(self.tally.ends[-256:])
+        ends = {(ended.pin.id, ended.end) for ended in past}
+        assert ends >= set(self.tally.ends[-200:])
         stats = self.cache.stats()
         assert stats.num_refused_pins == self.tally.num_refused
         assert stats.num_expired_pins == sum(end == "expired" for _, end in self.tally.ends)
-        assert stats.num_pins == len(self.pins)
