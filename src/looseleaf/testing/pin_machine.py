@@ -19,8 +19,21 @@ from looseleaf.testing.clock import ManualClock
 from looseleaf.testing.mirror import EventMirror
 
 NAMESPACES = st.sampled_from(["", "", "", "a"])
-OWNERS = st.sampled_from(["", "ops"])
 SHARES = st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])
+
+WISHES = st.fixed_dictionaries(
+    {
+        "namespace": NAMESPACES,
+        "owner": st.sampled_from(["", "ops"]),
+        "labels": st.sampled_from([None, {"team": "a"}]),
+        "level": st.sampled_from(["hard", "soft"]),
+        "priority": st.sampled_from([0, 0, 0, 1, 2]),
+        "ttl_seconds": st.sampled_from([None, None, 5.0]),
+        "max_ttl_seconds": st.sampled_from([None, None, 3.0, 12.0]),
+        "refresh": st.booleans(),
+        "partial": st.booleans(),
+    }
+)
 
 
 @dataclass
@@ -59,48 +72,12 @@ class PinRules(RuleBasedStateMachine):
     def _prompt(self, data: st.DataObject) -> list[int]:  # noqa: ARG002
         raise AssertionError("the machine chooses its prompts")
 
-    @rule(
-        data=st.data(),
-        namespace=NAMESPACES,
-        owner=OWNERS,
-        level=st.sampled_from(["hard", "soft"]),
-        priority=st.sampled_from([0, 0, 0, 1, 2]),
-        ttl_seconds=st.sampled_from([None, None, 5.0]),
-        max_ttl_seconds=st.sampled_from([None, None, 3.0, 12.0]),
-        refresh=st.booleans(),
-        partial=st.booleans(),
-        is_cut=st.booleans(),
-        times=st.sampled_from([1, 1, 2, 3]),
-    )
-    def pin(
-        self,
-        data: st.DataObject,
-        namespace: str,
-        owner: str,
-        level: str,
-        priority: int,
-        ttl_seconds: float | None,
-        max_ttl_seconds: float | None,
-        refresh: bool,
-        partial: bool,
-        is_cut: bool,
-        times: int,
-    ) -> None:
+    @rule(data=st.data(), wish=WISHES, is_cut=st.booleans(), times=st.sampled_from([1, 1, 2, 3]))
+    def pin(self, data: st.DataObject, wish: dict[str, Any], is_cut: bool, times: int) -> None:
         """A pin holds whole blocks within the quota, or is refused and nothing changes; also the same again."""
         prompt = self._prompt(data)
-        wish = {
-            "namespace": namespace,
-            "owner": owner,
-            "labels": {"owner": owner},
-            "level": level,
-            "priority": priority,
-            "ttl_seconds": ttl_seconds,
-            "max_ttl_seconds": max_ttl_seconds,
-            "refresh": refresh,
-            "partial": partial,
-            "last_token": data.draw(st.integers(1, len(prompt) + 1)) if is_cut else None,
-            "cache_type": data.draw(st.sampled_from(["kv", "kv", "kv", *(group.name for group in self.groups)])),
-        }
+        wish["last_token"] = data.draw(st.integers(1, len(prompt) + 1)) if is_cut else None
+        wish["cache_type"] = data.draw(st.sampled_from(["kv", "kv", "kv", *(group.name for group in self.groups)]))
         for _ in range(times):
             self._pin(prompt, wish)
 
@@ -120,7 +97,7 @@ class PinRules(RuleBasedStateMachine):
             assert wish["last_token"] == len(prompt) + 1
             return
         assert pin.num_tokens == (wish["last_token"] or len(prompt))
-        assert pin.labels == {"owner": wish["owner"]}
+        assert pin.labels == (wish["labels"] or {})
         lives = [wish[name] for name in ("ttl_seconds", "max_ttl_seconds") if wish[name] is not None]
         assert pin.expires_at == (self.clock() + min(lives) if lives else None)
         self._note(pin, prompt)
@@ -224,7 +201,7 @@ class PinRules(RuleBasedStateMachine):
         assert self.cache.stats().num_pins == len(live) + len(by_itself)
 
     def _check_automatic(self, automatic: list[Pin], live: dict[str, Pin]) -> None:
-        """They stand behind every explicit pin: what those want, no automatic one holds."""
+        """They are soft pins for good; beside them no explicit pin lacks what the quota still has."""
         assert all((pin.owner, pin.level, pin.expires_at) == ("auto", "soft", None) for pin in automatic)
         if self.groups == (LayerGroup("full"),) and not self.cache.config.namespace_pin_quotas:
             is_wanted = any(pin.is_limited and not pin.is_automatic for pin in live.values())
