@@ -6,8 +6,8 @@ One cache for each number of pins, with the same content: 65,536 blocks of 16 to
 A step is what an engine asks of the manager: `maintain`, 4 admissions of 768-token prompts (256 of them shared, the
 rest new), one decode step of 256 sequences, `room`, and 4 releases. A sixth of the pins each: hard; soft; refreshed on
 use with a time to live; on one shared prefix that the load asks for; waiting for tokens that never come; limited by a
-quota. Rounds of the caches are interleaved, each first in its turn, since other work runs on the machine; `ratio` is the
-median over the rounds of a step's cost by that of the cache without pins in the same round.
+quota. Rounds of the caches are interleaved, each first in its turn, since other work runs on the machine; `ratio` is
+the median over the rounds of a step's cost by that of the cache without pins in the same round.
 """
 
 from __future__ import annotations
