@@ -14,7 +14,6 @@ import httpx
 from looseleaf.cli.build import LoadedModel, MemorySettings, build_stack
 from looseleaf.cli.serving import BackgroundServer
 from looseleaf.core.auto_pin_config import AutoPinConfig
-from looseleaf.core.config import CacheConfig
 from looseleaf.engine.config import EngineConfig
 from looseleaf.ids import Int32Array
 from pinning_figures import Answer, StepLog, run_figures
@@ -35,17 +34,6 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class BenchMemory(MemorySettings):
-    """The server's settings, with automatic pinning as the mode says."""
-
-    mode: Mode = Mode("off")
-
-    def cache_config(self, num_pages: int, **of_model: Any) -> CacheConfig:
-        """See `MemorySettings`."""
-        return replace(super().cache_config(num_pages, **of_model), auto_pin=self.mode.auto)
-
-
-@dataclass(frozen=True)
 class ServerScene:
     """One pool, one load with its prompts. `num_pages`: of the pool, at most those that the model was loaded with."""
 
@@ -57,7 +45,7 @@ class ServerScene:
 
     def run(self, mode: Mode, on_done: Callable[[Answer], None] | None = None) -> dict[str, Any]:
         """Serve the load with a fresh cache; the figures."""
-        memory = BenchMemory(num_pages=self.num_pages, pin_quota=PIN_QUOTA, mode=mode)
+        memory = MemorySettings(num_pages=self.num_pages, pin_quota=PIN_QUOTA, auto_pin=mode.auto)
         model = replace(self.model, num_blocks=self.num_pages * memory.blocks_per_page)
         config = EngineConfig(max_running_requests=MAX_RUNNING, max_step_tokens=self.step_tokens)
         logs: list[StepLog] = []
