@@ -272,20 +272,26 @@ class PinBook:
             self.marks.guard(hold, anchor, node.end - num_blocks, 1)
 
     def advance(self, hold: PinHold) -> None:
-        """Move a pin down along its tokens as far as they are stored and the quota goes."""
+        """Move a hold down along its tokens as far as they are stored and the quota goes."""
         here, size = hold.node.end, self._tree.block_bytes
-        match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here)
-        num_stored = here + match.num_blocks
-        if num_stored > here:
+        moved: list[PinHold] = []
+        while True:
+            match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here)
+            num_stored = here + match.num_blocks
+            if num_stored == here:
+                break
             path = match.node.path(self.marks.first_guarded(hold, here))  # what the move changes, not all above
             used = self.marks.used(hold, path, here, num_stored)
-            if hold.level == SOFT and not hold.is_automatic:
-                self._displace_automatic(hold, int(used[-1] - used[0]))
-                used = self.marks.used(hold, path, here, num_stored)
-            fitting = np.flatnonzero(used <= used[0] + self._room(hold))
-            self._move(hold, path, here + int(fitting[-1]) if len(fitting) else here)
+            gave_way = self._displace_automatic(hold, int(used[-1] - used[0]))
+            if not gave_way:
+                fitting = np.flatnonzero(used <= used[0] + self._room(hold))
+                self._move(hold, path, here + int(fitting[-1]) if len(fitting) else here)
+                break
+            moved += gave_way  # perhaps from this very path: look again
         self._note_limit(hold)
         self._displace_excess(hold.node.namespace)
+        for other in moved:  # what others still pin costs no quota
+            self.advance(other)
 
     def _note_limit(self, hold: PinHold) -> None:
         if hold.awaited in hold.node.children:
@@ -361,33 +367,40 @@ class PinBook:
 
     def _displace_excess(self, namespace: Namespace) -> None:
         """Let soft pins give way where the pins of all, or those of `namespace`, hold more than their quota."""
-        self._displace(self.marks.num_pinned_blocks - self.quota_blocks)
+        moved = self._displace(self.marks.num_pinned_blocks - self.quota_blocks)
         quota = self.namespace_quotas.get(namespace)
         if quota is not None:
-            self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
+            moved += self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
+        for hold in moved:  # what others still pin costs no quota
+            self.advance(hold)
 
-    def _displace_automatic(self, hold: PinHold, needed_blocks: int) -> None:
-        """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota."""
+    def _displace_automatic(self, hold: PinHold, needed_blocks: int) -> list[PinHold]:
+        """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota. Which did."""
+        if hold.level == HARD or hold.is_automatic:
+            return []
+        moved = []
         namespace = hold.node.namespace
         quota = self.namespace_quotas.get(namespace)
         if quota is not None:
-            taken = self.marks.taken_blocks(namespace)
-            self._displace(taken + needed_blocks - quota, namespace, only_automatic=True)
+            excess = self.marks.taken_blocks(namespace) + needed_blocks - quota
+            moved = self._displace(excess, namespace, only_automatic=True)
             needed_blocks = min(needed_blocks, quota - self.marks.taken_blocks(namespace))
-        self._displace(self.marks.num_pinned_blocks + needed_blocks - self.quota_blocks, only_automatic=True)
+        excess = self.marks.num_pinned_blocks + needed_blocks - self.quota_blocks
+        return moved + self._displace(excess, only_automatic=True)
 
-    def _displace(self, num_blocks: int, namespace: Namespace | None = None, *, only_automatic: bool = False) -> None:
+    def _displace(
+        self, num_blocks: int, namespace: Namespace | None = None, *, only_automatic: bool = False
+    ) -> list[PinHold]:
         """Take `num_blocks` blocks of quota from soft pins, those of a namespace or all: lowest priority first, newest
-        first, from their tails."""
-        moved = []
+        first, from their tails. Which gave way."""
+        moved: list[PinHold] = []
         while num_blocks > 0:
             hold = next(iter(self.soft.heads(namespace)), None)
             if hold is None or (only_automatic and not hold.is_automatic):
                 break
             num_blocks -= self._retreat(hold, num_blocks)
             moved.append(hold)
-        for hold in moved:  # what others still pin costs no quota
-            self.advance(hold)
+        return moved
 
     def _retreat(self, hold: PinHold, num_blocks: int) -> int:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""

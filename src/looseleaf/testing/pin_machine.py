@@ -196,17 +196,10 @@ class PinRules(RuleBasedStateMachine):
             self._check_pin(self.pins[pin_id], pin)
         if not any(pin.num_pinned_tokens for pin in by_itself):  # the machine does not know what those should hold
             self._check_quotas(live)
-        self._check_automatic([*by_itself, *(pin for pin in live.values() if pin.is_automatic)], live)
+        automatic = [*by_itself, *(pin for pin in live.values() if pin.is_automatic)]
+        assert all((pin.owner, pin.level, pin.expires_at) == ("auto", "soft", None) for pin in automatic)
         self._check_past(self.cache.past_pins())
         assert self.cache.stats().num_pins == len(live) + len(by_itself)
-
-    def _check_automatic(self, automatic: list[Pin], live: dict[str, Pin]) -> None:
-        """They are soft pins for good; beside them no explicit pin lacks what the quota still has."""
-        assert all((pin.owner, pin.level, pin.expires_at) == ("auto", "soft", None) for pin in automatic)
-        if self.groups == (LayerGroup("full"),) and not self.cache.config.namespace_pin_quotas:
-            is_wanted = any(pin.is_limited and not pin.is_automatic for pin in live.values())
-            stats = self.cache.stats()
-            assert not is_wanted or stats.pinned_blocks == stats.quota_blocks
 
     def _check_pin(self, known: KnownPin, now: Pin) -> None:
         before, known.latest = known.latest, now
@@ -236,6 +229,7 @@ class PinRules(RuleBasedStateMachine):
             return
         hard: set[tuple[str, str, tuple[int, ...]]] = set()
         every: set[tuple[str, str, tuple[int, ...]]] = set()
+        explicit: set[tuple[str, str, tuple[int, ...]]] = set()
         for tokens, pin in known:
             rows = [
                 (group.name, pin.namespace, tuple(tokens[: end + self.size]))
@@ -246,6 +240,7 @@ class PinRules(RuleBasedStateMachine):
             ]
             every.update(rows)
             hard.update(rows if pin.level == "hard" else ())
+            explicit.update(() if pin.is_automatic else rows)
         lanes = {group.name: group.num_lanes for group in self.groups}
         stats, config = self.cache.stats(), self.cache.config
         counts = [sum(lanes[name] for name, _, _ in rows) for rows in (hard, every)]
@@ -260,6 +255,8 @@ class PinRules(RuleBasedStateMachine):
             behind = ("full", pin.namespace, tuple(tokens[: pin.num_pinned_tokens + self.size]))
             if self.groups == (LayerGroup("full"),) and pin.is_limited and behind not in every:
                 assert min(room_of_all, room.get(pin.namespace, room_of_all)) == 0, "quota is left that a pin wants"
+                is_behind = pin.is_automatic or room.get(pin.namespace) == 0
+                assert is_behind or every == explicit, "an automatic pin holds what an explicit one wants"
 
     def _check_past(self, past: list[PastPin]) -> None:
         ends = {(ended.pin.id, ended.end) for ended in past}
