@@ -27,7 +27,8 @@ from looseleaf.errors import (
 from looseleaf.lab.capacity import parse_bytes
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [["serve"], ["demo"], ["replay"], ["explain"], ["pins", "list"], ["pins", "add"], ["pins", "rm"]]
+COMMANDS = [["serve"], ["demo"], ["replay"], ["explain"], ["pins", "list"], ["pins", "add"], ["pins", "rm"],
+            ["pins", "quota"], ["pins", "auto"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -110,6 +111,10 @@ def test_a_size_that_is_none_is_refused_before_anything_is_loaded(cli: RunCli, t
         (["--page-tokens", "0"], "page_tokens"),
         (["--block-tokens", "0"], "block_tokens"),
         (["--admin-key", ""], "key"),
+        (["--auto-pin", "maybe"], "dry-run"),
+        (["--auto-pin-min-tokens", "many"], "--auto-pin-min-tokens"),
+        (["--auto-pin-min-tokens", "inf"], "--auto-pin-min-tokens"),
+        (["--auto-pin-min-rate", "-1"], "min_requests_per_second"),
     ],
 )
 def test_bad_settings_are_refused_before_the_model_is_loaded(

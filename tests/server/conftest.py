@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,16 @@ async def eventually(condition: Callable[[], bool], seconds: float = 3.0) -> boo
             return False
         await asyncio.sleep(0.002)
     return True
+
+
+@dataclass
+class ManualClock:
+    """A clock that goes only when told to."""
+
+    seconds: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 @dataclass
@@ -96,6 +107,22 @@ class Server:
         assert response.status_code == status, response.text
         return response.json()
 
+    async def pins(self, **headers: str) -> list[dict[str, Any]]:
+        """The live pins that the caller sees."""
+        return (await self.get("/v1/pins", **headers))["data"]
+
+    async def delete(self, path: str, status: int = 200, **headers: str) -> dict[str, Any]:
+        """The JSON answer, after checking the status."""
+        response = await self.http.delete(path, headers=headers)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def put(self, path: str, body: Any, status: int = 200, **headers: str) -> dict[str, Any]:
+        """The JSON answer, after checking the status."""
+        response = await self.http.put(path, json=body, headers=headers)
+        assert response.status_code == status, response.text
+        return response.json()
+
     async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream, which must end with [DONE]."""
         response = await self.http.post(path, json={**body, "stream": True})
@@ -143,6 +170,7 @@ async def make_server() -> AsyncIterator[MakeServer]:
             max_running_requests: int = 64,
             max_model_tokens: int = 1024,
             groups: tuple[LayerGroup, ...] = (LayerGroup("full"),),
+            clock: Callable[[], float] = time.monotonic,
             **runner_options: Any,
         ) -> Server:
             config = CacheConfig(
@@ -153,14 +181,15 @@ async def make_server() -> AsyncIterator[MakeServer]:
                 groups=groups,
                 layout="fake/1",
             )
-            cache = CacheManager(config)
+            cache = CacheManager(config, clock)
             tokenizer = tokenizer or FakeTokenizer()
             runner_options.setdefault("alphabet", LETTERS)
             runner = FakeRunner(cache.plan.num_blocks, BLOCK_TOKENS, groups=groups, **runner_options)
             metrics = Metrics(cache, model_name="fake", vllm_names=vllm_names)
             limits = EngineConfig(max_running_requests=max_running_requests, max_model_tokens=max_model_tokens)
             engine = CountingEngine(Engine(cache, runner, tokenizer, limits, observer=metrics))
-            app = create_app(engine, cache, tokenizer, "fake", metrics, settings, bytes_per_block=BLOCK_BYTES)
+            sizes = {"bytes_per_block": BLOCK_BYTES, "cache_clock": clock}
+            app = create_app(engine, cache, tokenizer, "fake", metrics, settings, **sizes)
             await stack.enter_async_context(app.router.lifespan_context(app))
             http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
             to_openai = httpx.AsyncClient(transport=httpx.ASGITransport(app))
@@ -199,6 +228,12 @@ async def on_the_wire(server: Server) -> AsyncIterator[Wire]:
 @pytest.fixture
 def wire() -> Callable[[Server], Any]:
     return on_the_wire
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """For `make_server(clock=clock)`; tests add to its `seconds`."""
+    return ManualClock()
 
 
 @pytest.fixture(name="eventually")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
 
+from looseleaf.core.pin_record import Pin
 from looseleaf.server import ServerSettings
 
 pytestmark = pytest.mark.anyio
@@ -15,7 +17,7 @@ TEXT = "the policy of this company is that every page has a place and every plac
 SYSTEM = {"role": "system", "content": TEXT}
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-FIELDS = {"id", "object", "owner", "level", "num_tokens", "num_pinned_tokens", "created_at", "expires_at"}
+FIELDS = {field.name for field in dataclasses.fields(Pin)} | {"object"}
 
 
 async def flood(server, num_prompts: int = 12) -> None:
@@ -51,8 +53,11 @@ async def test_pinned_prompts_survive_a_flood(make_server, door):
     await flood(server)
     usage = (await server.post(path, {**again, "max_tokens": 1}))["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= min(pin["num_pinned_tokens"], usage["prompt_tokens"] - 16)
-    listed = (await server.get("/v1/pins"))["data"]
-    assert listed == [pin]
+    (listed,) = (await server.get("/v1/pins"))["data"]
+    assert (listed["id"], listed["num_pinned_tokens"]) == (pin["id"], pin["num_pinned_tokens"])
+    assert (pin["num_hits"], pin["served_tokens"], pin["last_used_at"]) == (0, 0, None)
+    assert (listed["num_hits"], listed["served_tokens"]) == (1, pin["num_pinned_tokens"])
+    assert pin["created_at"] <= listed["last_used_at"] <= time.time() + 1
     assert (await server.http.delete(f"/v1/pins/{pin['id']}")).json() == {
         "id": pin["id"],
         "object": "pin",
@@ -185,13 +190,12 @@ async def test_quota_reached_while_computing_is_said(make_server):
 
 
 async def test_cache_control_on_a_message_pins_up_to_it(server):
-    """A mark on the system message pins what all conversations with that message share, for its `ttl`."""
+    """A mark on the system message pins up to the end of its text, for its `ttl`."""
     messages = [{**SYSTEM, "cache_control": {"type": "ephemeral", "ttl": "1h"}}, {"role": "user", "content": "one"}]
     response = await server.http.post(CHAT, json={"messages": messages, "max_tokens": 1})
     (pin,) = (await server.get("/v1/pins"))["data"]
-    shared = server.tokenizer.render_chat([SYSTEM], add_generation_prompt=False)
     assert fields_of(response.headers["x-looseleaf-pin"])["status"] == "held"
-    assert len(shared) <= pin["num_tokens"] < len(server.tokenizer.render_chat([SYSTEM, messages[1]])) - len("one")
+    assert pin["num_tokens"] == len(server.tokenizer.encode(f"system: {TEXT}"))
     assert abs(pin["expires_at"] - pin["created_at"] - 3600) < 1
 
 
@@ -203,8 +207,7 @@ async def test_cache_control_on_a_part_pins_up_to_its_end(server):
     ]
     await server.post(CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
     (pin,) = (await server.get("/v1/pins"))["data"]
-    head = server.tokenizer.encode(f"user: {TEXT}")
-    assert len(head) <= pin["num_tokens"] <= len(head) + 1
+    assert pin["num_tokens"] == len(server.tokenizer.encode(f"user: {TEXT}"))
     assert abs(pin["expires_at"] - pin["created_at"] - 300) < 1
 
 

@@ -11,9 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.pin_record import Pin
 from looseleaf.core.stats import CacheStats
 from looseleaf.telemetry import Metrics
 from looseleaf.telemetry.cache_collector import COUNTERS, FIELDS_FROM_PINS, GAUGES
+from looseleaf.telemetry.pin_collector import MANY_PINS, MAX_OWNERS
 from looseleaf.telemetry.vllm_names import RENAMED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
@@ -32,7 +34,8 @@ UNITS = (
 )
 COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
           "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes",
-          "looseleaf_demand_evictions", "looseleaf_free_runs", "looseleaf_table_bytes_per_token")  # fmt: skip
+          "looseleaf_demand_evictions", "looseleaf_free_runs", "looseleaf_table_bytes_per_token",
+          "looseleaf_pin_hits")  # fmt: skip
 
 
 @dataclass
@@ -183,11 +186,80 @@ def test_pins_by_owner_and_level(cache, metrics):
     odd = 'ops"\n\\x'
     hard = cache.pin(tokens=list(range(32)), owner=odd)
     cache.pin(tokens=list(range(48)), owner="b", level="soft")
-    assert value(metrics, "looseleaf_pins", owner=odd, level="hard") == 1
-    assert value(metrics, "looseleaf_pinned_tokens", owner=odd, level="hard") == 32
-    assert value(metrics, "looseleaf_pinned_tokens", owner="b", level="soft") == 48
+    of_odd = {"owner": odd, "level": "hard", "automatic": "false"}
+    of_b = {"owner": "b", "level": "soft", "automatic": "false"}
+    assert value(metrics, "looseleaf_pins", **of_odd) == 1
+    assert value(metrics, "looseleaf_pinned_tokens", **of_odd) == 32
+    assert value(metrics, "looseleaf_pinned_tokens", **of_b) == 48  # what both pin counts for each
+    assert value(metrics, "looseleaf_pin_blocks", **of_b) == 3
     cache.unpin(hard.id)
-    assert ("looseleaf_pins", (("level", "hard"), ("owner", odd))) not in scrape(metrics)
+    assert ("looseleaf_pins", tuple(sorted(of_odd.items()))) not in scrape(metrics)
+
+
+def test_what_pins_served_held_back_and_cost(metrics, cache):
+    """Hits, served tokens, cost and pins that the quota holds back are the sums of what `pins()` says, by owner."""
+    run_request(cache, list(range(64)))
+    run_request(cache, list(range(100, 164)))
+    cache.pin(tokens=list(range(64)), owner="a", partial=True)
+    cache.pin(tokens=list(range(100, 164)), owner="a", partial=True)  # of a quota of 4 blocks nothing is left
+    for _ in range(3):
+        run_request(cache, list(range(70)))
+    run_request(cache, list(range(1000, 1192)))
+    run_request(cache, list(range(100, 164)))  # was evicted for the one before, since what is pinned was not
+    pins = cache.pins()
+    of_a = {"owner": "a", "level": "hard", "automatic": "false"}
+    assert value(metrics, "looseleaf_limited_pins", **of_a) == 1 == sum(pin.is_limited for pin in pins)
+    assert value(metrics, "looseleaf_pin_hits", **of_a) == 3 == sum(pin.num_hits for pin in pins)
+    assert value(metrics, "looseleaf_pin_served_tokens", **of_a) == 3 * 64
+    cost = value(metrics, "looseleaf_pin_cost_tokens", **of_a)
+    assert cost == pytest.approx(sum(pin.cost_tokens for pin in cache.pins()))
+    assert cost > 0
+
+
+def test_owners_of_series_are_few():
+    """However many owners there are, those that hold most have series of their own and the rest are "other": no
+    series is lost and none is made up."""
+    cache = CacheManager(CacheConfig(num_pages=64, page_tokens=64, block_tokens=16, pin_quota=1.0))
+    metrics = Metrics(cache)
+    for number in range(30):
+        tokens = [number] * (64 if number < 10 else 16)
+        run_request(cache, tokens)
+        cache.pin(tokens=tokens, owner=f"owner-{number:02}", level="soft" if number % 2 else "hard")
+    samples = {dict(labels)["owner"]: number for (name, labels), number in scrape(metrics).items()
+               if name == "looseleaf_pin_blocks"}  # fmt: skip
+    assert {f"owner-{number:02}" for number in range(10)} <= set(samples)
+    assert len(samples) == MAX_OWNERS + 1
+    of_all = {labels: number for (name, labels), number in scrape(metrics).items() if name == "looseleaf_pin_blocks"}
+    assert sum(of_all.values()) == 10 * 4 + 20
+
+
+def test_many_pins_are_not_read_at_every_scrape(monkeypatch):
+    """Reading thousands of pins holds the cache's lock: it happens at most so often that it takes 1% of the time.
+    Few pins are read at each scrape."""
+    cache = CacheManager(CacheConfig(num_pages=1, page_tokens=16, block_tokens=16))
+    metrics = Metrics(cache)
+    now = 100.0
+    monkeypatch.setattr("looseleaf.telemetry.pin_collector.time.monotonic", lambda: now)
+    read, num_reads = cache.pins, 0
+
+    def slow() -> list[Pin]:
+        nonlocal now, num_reads
+        now, num_reads = now + 0.1, num_reads + 1
+        return read()
+
+    monkeypatch.setattr(cache, "pins", slow)
+    few = {"owner": "few", "level": "hard", "automatic": "false"}
+    for number in range(MANY_PINS):
+        cache.pin(tokens=[number] * 16, owner="few")
+        if number < 2:
+            assert value(metrics, "looseleaf_pins", **few) == number + 1
+    assert value(metrics, "looseleaf_pins", **few) == MANY_PINS
+    cache.pin(tokens=[7], owner="few")
+    now += 9.0
+    assert value(metrics, "looseleaf_pins", **few) == MANY_PINS
+    now += 1.5
+    assert value(metrics, "looseleaf_pins", **few) == MANY_PINS + 1
+    assert num_reads == 4
 
 
 def test_what_the_engine_reports(metrics):

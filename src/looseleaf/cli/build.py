@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.async_engine import AsyncEngine
@@ -34,7 +35,8 @@ PREPARING_SHARE = 0.8
 @dataclass(frozen=True)
 class MemorySettings:
     """KV memory as asked for: `kv_bytes` in all, or `num_pages` whatever a token takes; and how it is cut and kept.
-    `reserve_pages` None: 2% of the pages, none of a pool of fewer than 16."""
+    `reserve_pages` None: 2% of the pages, none of a pool of fewer than 16. `auto_pin` None: only what is asked for is
+    pinned."""
 
     kv_bytes: int | None = None
     num_pages: int | None = None
@@ -43,6 +45,7 @@ class MemorySettings:
     policy: str = "lru"
     pin_quota: float = 0.30
     reserve_pages: int | None = 0
+    auto_pin: AutoPinConfig | None = None
 
     @property
     def blocks_per_page(self) -> int:
@@ -62,6 +65,7 @@ class MemorySettings:
             block_tokens=self.block_tokens,
             policy=self.policy,
             pin_quota=self.pin_quota,
+            auto_pin=self.auto_pin,
             reserve_pages=default_reserve if self.reserve_pages is None else self.reserve_pages,
             **of_model,
         )

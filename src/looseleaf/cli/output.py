@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -16,8 +17,8 @@ def print_json(value: Any) -> None:
 
 
 def stdout_console() -> Console:
-    """Console for tables and text."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    """Console for tables and text. Brackets are just brackets: people may name their things so."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=False, markup=False)
 
 
 def stderr_console() -> Console:
@@ -31,3 +32,14 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def print_facts(answer: Mapping[str, Any], indent: str = "") -> None:
+    """An answer of a server for people: a line for each value, and below its name what an object or a list has."""
+    for name, value in answer.items():
+        if isinstance(value, (dict, list)):
+            print(f"{indent}{name.replace('_', ' ')}:" + ("" if value else " none"))
+            rows = value if isinstance(value, dict) else {str(place): row for place, row in enumerate(value, 1)}
+            print_facts(rows, indent + "  ")
+        elif name != "object":
+            print(f"{indent}{name.replace('_', ' ')}: {format(value, '.4g') if isinstance(value, float) else value}")

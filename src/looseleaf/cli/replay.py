@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from looseleaf.cli.auto_pin import RULE, AutoPinOption, MinRateOption, MinTokensOption, auto_pin_config
 from looseleaf.cli.failures import friendly_errors
 from looseleaf.cli.output import print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import new_progress
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.eviction import POLICIES
 from looseleaf.errors import ConfigError
@@ -37,6 +39,7 @@ class ReplaySettings:
     block_tokens: int | None
     bytes_per_token: int | None
     rates: RateModel
+    auto_pin: AutoPinConfig | None
 
 
 def replay(
@@ -53,13 +56,16 @@ def replay(
     instant: Annotated[bool, typer.Option("--instant", help="Serve each request at once and alone.")] = False,
     prefill_rate: Annotated[float, typer.Option(help="Prompt tokens a second and request.")] = _RATES.prefill_rate,
     decode_rate: Annotated[float, typer.Option(help="Output tokens a second and request.")] = _RATES.decode_rate,
+    auto_pin: AutoPinOption = "off",
+    auto_pin_min_tokens: MinTokensOption = str(RULE.min_tokens),
+    auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replay a trace through the cache that serves: hits, waste and evictions of a capacity and a policy."""
     with friendly_errors():
-        settings = ReplaySettings(
-            capacity, policy, page_tokens, block_tokens, bytes_per_token, RateModel(prefill_rate, decode_rate)
-        )
+        rates = RateModel(prefill_rate, decode_rate)
+        automatic = auto_pin_config(auto_pin, auto_pin_min_tokens, auto_pin_min_rate)
+        settings = ReplaySettings(capacity, policy, page_tokens, block_tokens, bytes_per_token, rates, automatic)
         loaded = _load(trace)
         with _progress(len(loaded.requests), is_shown=not as_json) as on_progress:
             result = (_instant if instant else _timed)(loaded, settings, on_progress)
@@ -85,6 +91,7 @@ def _instant(trace: Trace, settings: ReplaySettings, on_progress: Callable[[int]
         settings.page_tokens,
         settings.block_tokens,
         on_progress,
+        settings.auto_pin,
     )
 
 
@@ -100,7 +107,7 @@ def _timed(trace: Trace, settings: ReplaySettings, on_progress: Callable[[int], 
             f"page of {page_tokens} tokens",
             "give more, or use smaller pages",
         )
-    config = CacheConfig(num_pages, config.page_tokens, config.block_tokens, config.policy)
+    config = replace(config, num_pages=num_pages, auto_pin=settings.auto_pin)
     return replay_timed(trace, config, settings.rates, on_progress)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from looseleaf.cli.auto_pin import RULE, AutoPinOption, MinRateOption, MinTokensOption, auto_pin_config
 from looseleaf.cli.extras import import_extra
 from looseleaf.cli.failures import FAILED, friendly_errors, say_error
 from looseleaf.cli.output import format_bytes, print_json, stderr_console, stdout_console
@@ -18,6 +24,7 @@ from looseleaf.lab.capacity import parse_bytes
 
 if TYPE_CHECKING:
     from looseleaf.cli.build import MemorySettings, ModelSettings, Stack
+    from looseleaf.cli.declared_pins import DeclaredPin
     from looseleaf.server import ServerSettings
 
 ModelArgument = Annotated[
@@ -48,6 +55,9 @@ AdminKeyOption = Annotated[
     str | None,
     typer.Option(envvar="LOOSELEAF_ADMIN_KEY", help="Key that pinning, warming, clearing and resizing then need."),
 ]
+PinsOption = Annotated[
+    Path | None, typer.Option(help="TOML file of pins: computed and pinned once the server is up.", show_default=False)
+]
 _DEFAULTS = EngineConfig()
 EXAMPLE_TOKENS = 8192
 
@@ -64,6 +74,7 @@ class ServeSettings:
     host: str
     port: int
     as_json: bool
+    pins: list[DeclaredPin]
 
 
 def serve(
@@ -72,6 +83,10 @@ def serve(
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page, the unit of memory.")] = 256,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block, the unit of sharing.")] = 16,
     pin_quota: Annotated[float, typer.Option(help="Share of the memory that pins may hold, 0 to 1.")] = 0.30,
+    pins: PinsOption = None,
+    auto_pin: AutoPinOption = "on",
+    auto_pin_min_tokens: MinTokensOption = str(RULE.min_tokens),
+    auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     reserve_pages: ReservePagesOption = None,
     policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = "lru",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
@@ -97,7 +112,9 @@ def serve(
     with friendly_errors():
         limits = EngineConfig(max_running_requests, max_step_tokens, max_model_tokens, reuse=not no_reuse)
         kv_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        automatic = auto_pin_config(auto_pin, auto_pin_min_tokens, auto_pin_min_rate)
         build = import_extra("looseleaf.cli.build", "serve")
+        declared = [] if pins is None else import_extra("looseleaf.cli.declared_pins", "serve").load_pins(pins)
         memory = build.MemorySettings(
             kv_bytes=kv_bytes or build.default_kv_bytes(),
             page_tokens=page_tokens,
@@ -105,10 +122,11 @@ def serve(
             policy=policy,
             pin_quota=pin_quota,
             reserve_pages=reserve_pages,
+            auto_pin=automatic,
         )
         model_settings = build.ModelSettings(model, device, dtype, kv_dtype)
         server = build.ServerSettings(admin_key=admin_key)
-        run(ServeSettings(model_settings, memory, limits, server, vllm_metrics, host, port, as_json))
+        run(ServeSettings(model_settings, memory, limits, server, vllm_metrics, host, port, as_json, declared))
 
 
 def run(settings: ServeSettings) -> None:
@@ -128,9 +146,8 @@ def run(settings: ServeSettings) -> None:
             stack = build.build_stack(
                 loaded, settings.memory, settings.engine, settings.server, vllm_metrics=settings.vllm_metrics
             )
-            facts = startup_facts(stack, serving.url_of(listening))
-            announce = print_json if settings.as_json else print_welcome
-            if not serving.serve_until_stopped(stack.app, listening, lambda: announce(facts)):
+            on_ready = _on_ready(settings, stack, startup_facts(stack, serving.url_of(listening)))
+            if not serving.serve_until_stopped(stack.app, listening, on_ready):
                 say_error("the server did not start; the log above says why")
                 raise typer.Exit(FAILED)
         finally:
@@ -139,6 +156,20 @@ def run(settings: ServeSettings) -> None:
         listening.close()
     if not settings.as_json:
         print("\nstopped")
+
+
+def _on_ready(settings: ServeSettings, stack: Stack, facts: dict[str, Any]) -> Callable[[], None]:
+    """What to do once requests are taken, on the event loop: say so, and begin with the declared pins."""
+    tasks: list[asyncio.Task[None]] = []  # the loop itself does not keep a task alive
+
+    def on_ready() -> None:
+        (print_json if settings.as_json else print_welcome)(facts)
+        if settings.pins:
+            warm_pins = import_extra("looseleaf.cli.declared_pins", "serve").warm_pins
+            say = partial(print, file=sys.stderr, flush=True)
+            tasks.append(asyncio.create_task(warm_pins(stack.app.state.context, settings.pins, say)))
+
+    return on_ready
 
 
 def startup_facts(stack: Stack, url: str) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pin_record import HARD
+from looseleaf.core.pin_record import HARD, SOFT, PinHold
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import IntegrityError
@@ -172,19 +173,19 @@ def _check_pins(store: BlockStore) -> None:
     pins = store.pins
     hard: dict[int, int] = {}
     soft: dict[int, list[int]] = {}
-    for record in pins.records.values():
-        _require(record in pins.anchored_at(record.node), "I8", f"pin {record.id} is not at its anchor")
-        path = record.node.path()
+    for hold in pins.holds.values():
+        _check_place(store, hold)
+        path = hold.node.path()
         tokens = b"".join(node.tokens for node in path)
-        _require(record.data.startswith(tokens), "I8", f"pin {record.id} holds tokens that it did not ask for")
+        _require(hold.data.startswith(tokens), "I8", f"{hold.id} holds tokens that it did not ask for")
         for node in path:
-            _require(node.alive, "I8", f"pin {record.id} holds a node that is gone")
-            if record.level == HARD:
+            _require(node.alive, "I8", f"{hold.id} holds a node that is gone")
+            if hold.level == HARD:
                 hard[node.id] = hard.get(node.id, 0) + 1
             else:
-                soft.setdefault(node.id, []).append(record.priority)
+                soft.setdefault(node.id, []).append(hold.priority)
     num_full_lanes = len(_full_lanes(store))
-    num_hard = num_soft = 0
+    taken: Counter[tuple[str, str]] = Counter()  # blocks by namespace and level
     protected = np.zeros(store.ledger.num_blocks, dtype=np.bool_)
     guards = _expected_guards(store)
     for node in _stored_nodes(store):
@@ -195,10 +196,10 @@ def _check_pins(store: BlockStore) -> None:
             f"node {node.id}: soft pins are miscounted",
         )
         if node.num_hard_pins:
-            num_hard += node.num_blocks * num_full_lanes
+            taken[node.namespace, HARD] += node.num_blocks * num_full_lanes
             protected[node.blocks[:, _full_lanes(store)]] = True
         elif node.soft_priorities:
-            num_soft += node.num_blocks * num_full_lanes
+            taken[node.namespace, SOFT] += node.num_blocks * num_full_lanes
         if node.marks is None:
             continue
         expected = guards.get(node.id, np.zeros((2, *node.marks.ticks.shape), dtype=np.int32))
@@ -206,32 +207,65 @@ def _check_pins(store: BlockStore) -> None:
         _require(bool((expected == counted_guards).all()), "I8", f"node {node.id}: guards are miscounted")
         for column, group in enumerate(store.sliding):
             is_hard, is_soft = expected[:, :, column] > 0
-            num_hard += int(is_hard.sum()) * group.num_lanes
-            num_soft += int((is_soft & ~is_hard).sum()) * group.num_lanes
+            taken[node.namespace, HARD] += int(is_hard.sum()) * group.num_lanes
+            taken[node.namespace, SOFT] += int((is_soft & ~is_hard).sum()) * group.num_lanes
             blocks = node.blocks[is_hard, group.lanes]
             protected[blocks[blocks != ABSENT]] = True
-    found = (num_hard, num_soft)
-    counted = (pins.marks.num_hard_blocks, pins.marks.num_soft_blocks)
-    _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
     _require(bool((protected == store.ledger.protected).all()), "I8", "protected blocks are not those of hard pins")
     num_idle = int((protected & (store.ledger.refs == 0)).sum())
     counted_idle = store.ledger.num_protected_idle_blocks
     _require(num_idle == counted_idle, "I8", f"{num_idle} protected blocks are idle, counted {counted_idle}")
+    _check_quotas(store, taken)
+
+
+def _check_place(store: BlockStore, hold: PinHold) -> None:
+    """I8: pins and what they hold are where those who look for them find them."""
+    pins, node, name = store.pins, hold.node, hold.id
+    anchorage = pins.anchorages[node.id]
+    place = anchorage.by_awaited[hold.awaited]
+    is_found = anchorage.holds.get(hold.number) is hold and place.get(hold.number) is hold
+    _require(is_found and pins.holds.get(hold.terms) is hold, "I8", f"{name} is not at its anchor")
+    is_shared = all(record.hold is hold and pins.records.get(key) is record for key, record in hold.records.items())
+    _require(bool(hold.records) and is_shared, "I8", f"{name} is held for pins that are not there")
+    size = store.tree.block_bytes
+    _require(hold.awaited == hold.data[node.end * size :][:size], "I8", f"{name} waits for another block")
+    is_limited = hold.awaited in node.children
+    _require((hold.number in pins.limited.holds) == is_limited, "I8", f"{name} is limited: {is_limited}")
+    gives_way = hold.level == SOFT and node.end > 0
+    _require((hold.number in pins.soft.holds) == gives_way, "I8", f"{name} can give way: {gives_way}")
+
+
+def _check_quotas(store: BlockStore, taken: Counter[tuple[str, str]]) -> None:
+    """I8: what pins take, by namespace and level, is counted right, and within every quota."""
+    pins, marks = store.pins, store.pins.marks
+    for namespace in {*store.tree.roots, *pins.namespace_quotas, *(namespace for namespace, _ in taken)}:
+        found = (taken[namespace, HARD], taken[namespace, HARD] + taken[namespace, SOFT])
+        counted = (marks.taken_blocks(namespace, hard_only=True), marks.taken_blocks(namespace))
+        _require(found == counted, "I8", f"(hard, all) blocks of {namespace!r} are {found}, counted {counted}")
+        quota = pins.namespace_quotas.get(namespace, found[1])
+        _require(found[1] <= quota, "I8", f"{found[1]} pinned in namespace {namespace!r}, quota {quota}")
+    num_hard, num_soft = (sum(n for (_, level), n in taken.items() if level == wanted) for wanted in (HARD, SOFT))
+    found, counted = (num_hard, num_soft), (marks.num_hard_blocks, marks.num_soft_blocks)
+    _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
     _require(num_hard + num_soft <= pins.quota_blocks, "I8", f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}")
+    num_anchored = sum(len(anchorage.holds) for anchorage in pins.anchorages.values())
+    _require(num_anchored == len(pins.holds), "I8", f"{num_anchored} holds have an anchor, {len(pins.holds)} are live")
+    num_pins = sum(len(hold.records) for hold in pins.holds.values())
+    _require(num_pins == len(pins.records), "I8", f"{num_pins} pins have a hold, {len(pins.records)} are live")
 
 
 def _expected_guards(store: BlockStore) -> dict[int, Int32Array]:
     """By node id, int32 [2 (hard, soft), rows, sliding groups]: what the pins of this moment guard."""
     guards: dict[int, Int32Array] = {}
-    for record in store.pins.records.values():
+    for hold in store.pins.holds.values():
         for column, group in enumerate(store.sliding):
-            if record.cache_type not in ("kv", group.group.name):
+            if hold.cache_type not in ("kv", group.group.name):
                 continue
-            first = group.first_needed_block(record.node.end)
-            for node in record.node.path():
+            first = group.first_needed_block(hold.node.end)
+            for node in hold.node.path():
                 shape = (2, node.num_blocks, len(store.sliding))
                 counts = guards.setdefault(node.id, np.zeros(shape, dtype=np.int32))
-                counts[0 if record.level == HARD else 1, max(0, first - node.start) :, column] += 1
+                counts[0 if hold.level == HARD else 1, max(0, first - node.start) :, column] += 1
     return guards
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
-from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinRecord
+from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
 from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
@@ -39,17 +38,34 @@ class PinWish:
         if self.cache_type != "kv" and self.cache_type not in group_names:
             known = ", ".join(group_names)
             raise RequestError(f'cache_type is {self.cache_type!r}; it must be "kv" or a layer group: {known}')
-        if not isinstance(self.priority, int) or abs(self.priority) >= -AUTOMATIC:
+        if not _is_whole(self.priority) or abs(self.priority) >= -AUTOMATIC:
             raise RequestError(f"priority is {self.priority!r}; it must be an integer, less than 2**31 in size")
         if self.part not in ("all", "prompt"):
             raise RequestError(f'part is {self.part!r}; it must be "all" or "prompt"')
-        if self.last_token is not None and (not isinstance(self.last_token, int) or self.last_token < 1):
+        if self.last_token is not None and not (_is_whole(self.last_token) and self.last_token >= 1):
             raise RequestError(f"last_token is {self.last_token!r}; it must be a number of tokens >= 1")
+        if not isinstance(self.owner, str):
+            raise RequestError(f"owner is {self.owner!r}; it must be a string")
+        labels = {} if self.labels is None else self.labels
+        if not isinstance(labels, Mapping) or not all(
+            isinstance(text, str) for pair in labels.items() for text in pair
+        ):
+            raise RequestError("labels must be a mapping from strings to strings")
         for name in ("ttl_seconds", "max_ttl_seconds"):
             value = getattr(self, name)
-            is_positive = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-            if value is not None and not is_positive:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value <= sys.float_info.max):
                 raise RequestError(f"{name} is {value!r}; it must be positive", "leave it out for no expiry")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_names(**names: object) -> None:
+    for name, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} is {value!r}; it must be a string")
 
 
 class PinDesk:
@@ -66,6 +82,7 @@ class PinDesk:
         """See `CacheManager.pin`."""
         if (tokens is None) == (request_id is None):
             raise RequestError("pin takes tokens or a request_id, one of them")
+        _check_names(namespace=namespace, request_id=request_id)
         wish.check(self._desk.group_names)
         data = None if tokens is None else pack_tokens(tokens)
         self._store.expire_pins()
@@ -87,21 +104,25 @@ class PinDesk:
         self._num_asked += 1
         now = self._clock()
         ttl_seconds = wish.max_ttl_seconds if wish.ttl_seconds is None else wish.ttl_seconds
-        record = PinRecord(
-            id=f"pin-{self._num_asked}",
+        hold = PinHold(
+            number=self._num_asked,
             data=data[: num_blocks * self._store.tree.block_bytes],
             num_blocks=num_blocks,
-            num_tokens=num_tokens,
             node=self._store.tree.root(namespace),
-            owner=wish.owner,
             level=wish.level,
             priority=wish.priority,
             cache_type=wish.cache_type,
+        )
+        record = PinRecord(
+            number=self._num_asked,
+            hold=hold,
+            num_tokens=num_tokens,
+            owner=wish.owner,
             request_id=request_id,
             created_at=now,
             ttl_seconds=ttl_seconds,
             refresh=wish.refresh,
-            labels=MappingProxyType(dict(wish.labels or {})),
+            labels=dict(wish.labels or {}),
             last_expiry=None if wish.max_ttl_seconds is None else now + wish.max_ttl_seconds,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
         )
@@ -117,6 +138,7 @@ class PinDesk:
         """See `CacheManager.unpin`."""
         if (pin_id is None) == (request_id is None):
             raise RequestError("unpin takes a pin id or a request_id, one of them")
+        _check_names(pin_id=pin_id, request_id=request_id)
         self._store.expire_pins()
         record = self._find(pin_id, request_id, cache_type)
         return self._undo(record)
@@ -164,6 +186,6 @@ class PinDesk:
                 raise UnknownPin(repr(pin_id))
             return records[pin_id]
         for record in reversed(records.values()):
-            if record.request_id == request_id and record.cache_type == cache_type:
+            if record.request_id == request_id and record.hold.cache_type == cache_type:
                 return record
         raise UnknownPin(f"of request {request_id!r} and cache_type {cache_type!r}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
-from looseleaf.core.pin_record import HARD, PinRecord
+from looseleaf.core.pin_record import HARD, PinHold
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.core.victims import VictimQueue
@@ -32,7 +32,7 @@ class PinMarks:
         self._slid_out = slid_out
         full = [group for group in plan.groups if not group.slides]
         self._full_lanes = full[0].lanes if full else slice(0, 0)
-        self._num_full_lanes = full[0].num_lanes if full else 0
+        self.num_full_lanes = full[0].num_lanes if full else 0
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -44,32 +44,32 @@ class PinMarks:
         hard = self._hard_in.get(namespace, 0)
         return hard if hard_only else hard + self._soft_in.get(namespace, 0)
 
-    def held_blocks(self, record: PinRecord) -> int:
-        """Blocks, in all lanes, that a pin holds, shared or not."""
-        end = record.node.end
-        guarded = [(end - group.first_needed_block(end)) * group.num_lanes for _, group in self._guarded_groups(record)]
-        return end * self._num_full_lanes + sum(guarded)
+    def held_blocks(self, hold: PinHold) -> int:
+        """Blocks, in all lanes, that a hold takes, shared or not."""
+        end = hold.node.end
+        guarded = [(end - group.first_needed_block(end)) * group.num_lanes for _, group in self._guarded_groups(hold)]
+        return end * self.num_full_lanes + sum(guarded)
 
-    def first_guarded(self, record: PinRecord, end: int) -> int:
+    def first_guarded(self, hold: PinHold, end: int) -> int:
         """The first logical block that a pin which ends after `end` blocks guards; `end` if it guards none."""
-        return min((group.first_needed_block(end) for _, group in self._guarded_groups(record)), default=end)
+        return min((group.first_needed_block(end) for _, group in self._guarded_groups(hold)), default=end)
 
-    def used(self, record: PinRecord, path: list[Node], first: int, last: int) -> Int64Array:
+    def used(self, hold: PinHold, path: list[Node], first: int, last: int) -> Int64Array:
         """Blocks of quota that this pin alone takes if it ends after `first`, `first` + 1, …, `last` blocks, up to a
         constant that is 0 if `path` begins at the root: int64 [last - first + 1].
 
         `path` goes on from what a pin that ends at `first` guards. Rows that others of its level (for a soft pin, any)
         pin as well cost nothing.
         """
-        here, is_hard = record.node.end, record.level == HARD
+        here, is_hard = hold.node.end, hold.level == HARD
         base = path[0].start if path else 0
         is_alone = np.empty(path[-1].end - base if path else 0, dtype=np.bool_)
         for node in path:
             num_others = node.num_hard_pins + (0 if is_hard else len(node.soft_priorities)) - (node.end <= here)
             is_alone[node.start - base : node.end - base] = num_others == 0
         summed = np.concatenate(([0], np.cumsum(is_alone)))
-        used: Int64Array = summed[first - base : last - base + 1] * self._num_full_lanes
-        for column, group in self._guarded_groups(record):
+        used: Int64Array = summed[first - base : last - base + 1] * self.num_full_lanes
+        for column, group in self._guarded_groups(hold):
             for node in path:
                 assert node.marks is not None  # there are sliding groups
                 counts = node.marks.hard_guards[:, column].copy()
@@ -83,10 +83,10 @@ class PinMarks:
             used = used + (summed[first - base : last - base + 1] - summed[needed]) * group.num_lanes
         return used
 
-    def mark(self, node: Node, record: PinRecord) -> None:
+    def mark(self, node: Node, hold: PinHold) -> None:
         """A pin covers this node from now on."""
-        num_blocks = node.num_blocks * self._num_full_lanes
-        if record.level == HARD:
+        num_blocks = node.num_blocks * self.num_full_lanes
+        if hold.level == HARD:
             if not node.num_hard_pins:
                 self._count(node, num_blocks, -num_blocks if node.soft_priorities else 0)
                 self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), True)
@@ -94,27 +94,27 @@ class PinMarks:
         else:
             if not node.is_pinned:
                 self._count(node, 0, num_blocks)
-            node.soft_priorities.append(record.priority)
+            node.soft_priorities.append(hold.priority)
         node.sealed = True
         self._victims.review(node)
 
-    def unmark(self, node: Node, record: PinRecord) -> None:
+    def unmark(self, node: Node, hold: PinHold) -> None:
         """A pin that covered this node does not any more."""
-        num_blocks = node.num_blocks * self._num_full_lanes
-        if record.level == HARD:
+        num_blocks = node.num_blocks * self.num_full_lanes
+        if hold.level == HARD:
             node.num_hard_pins -= 1
             if not node.num_hard_pins:
                 self._count(node, -num_blocks, num_blocks if node.soft_priorities else 0)
                 self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), False)
         else:
-            node.soft_priorities.remove(record.priority)
+            node.soft_priorities.remove(hold.priority)
             if not node.is_pinned:
                 self._count(node, 0, -num_blocks)
         self._victims.review(node)
 
-    def guard(self, record: PinRecord, node: Node, end: int, sign: int) -> None:
+    def guard(self, hold: PinHold, node: Node, end: int, sign: int) -> None:
         """Begin (1) or stop (-1) to guard what a hit at `end`, in or at the end of `node`, needs in sliding groups."""
-        for column, group in self._guarded_groups(record):
+        for column, group in self._guarded_groups(hold):
             first = group.first_needed_block(end)
             path = node.path(first)
             for step in path:
@@ -122,13 +122,13 @@ class PinMarks:
                 assert marks is not None  # there are sliding groups
                 rows = slice(max(0, first - step.start), end - step.start)
                 hard, soft = marks.hard_guards[rows, column], marks.soft_guards[rows, column]  # views
-                num_hard, num_soft = np.count_nonzero(hard), np.count_nonzero((hard == 0) & (soft > 0))
-                counts = hard if record.level == HARD else soft
+                num_hard, num_soft = int(np.count_nonzero(hard)), int(np.count_nonzero((hard == 0) & (soft > 0)))
+                counts = hard if hold.level == HARD else soft
                 counts += sign
                 num_hard = int(np.count_nonzero(hard)) - num_hard
                 num_soft = int(np.count_nonzero((hard == 0) & (soft > 0))) - num_soft
                 self._count(step, num_hard * group.num_lanes, num_soft * group.num_lanes)
-                if record.level == HARD:
+                if hold.level == HARD:
                     blocks = step.blocks[rows, group.lanes]
                     for protected in (True, False):
                         changed = blocks[(hard > 0) == protected].ravel()
@@ -145,11 +145,11 @@ class PinMarks:
     def on_tail_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a node that no hard pin covers are being forgotten."""
         if node.soft_priorities:
-            self._count(node, 0, -num_blocks * self._num_full_lanes)
+            self._count(node, 0, -num_blocks * self.num_full_lanes)
 
-    def _guarded_groups(self, record: PinRecord) -> Iterator[tuple[int, GroupPlan]]:
+    def _guarded_groups(self, hold: PinHold) -> Iterator[tuple[int, GroupPlan]]:
         for column, group in enumerate(self._slid_out.groups):
-            if record.cache_type in ("kv", group.group.name):
+            if hold.cache_type in ("kv", group.group.name):
                 yield column, group
 
     def _count(self, node: Node, num_hard: int, num_soft: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from looseleaf.core.tree import Node
 from looseleaf.ids import Namespace, RequestId
@@ -61,33 +61,37 @@ class PastPin:
 
 
 @dataclass(eq=False)
-class PinRecord:
-    """A live pin. `data` is what it asks for, packed and cut to whole blocks; it holds the path down to `node`, and
-    `awaited` is the first block that it lacks (empty if none)."""
+class PinHold:
+    """What all pins that are alike hold together: those that ask for the same, on the same terms. `data` is what they
+    ask for, packed and cut to whole blocks; they hold the path down to `node`, and `awaited` is the first block that
+    they lack (empty if none). `number`: that of the first of them. Figures are sums since then."""
 
-    id: str
+    number: int
     data: bytes
     num_blocks: int
-    num_tokens: int
     node: Node
-    owner: str
     level: str
     priority: int
     cache_type: str
-    request_id: RequestId | None
-    created_at: float
-    ttl_seconds: float | None
-    refresh: bool
-    labels: Mapping[str, str]
-    last_expiry: float | None = None
-    expires_at: float | None = None
     awaited: bytes = b""
+    records: dict[str, PinRecord] = field(default_factory=dict)
     num_hits: int = 0
     served_tokens: int = 0
-    last_used_at: float | None = None
     cost_tokens: float = 0.0
+    hit_at: float | None = None
+    asked_at: float | None = None
     price_mark: float = 0.0
     hit_mark: int = 0
+
+    @property
+    def id(self) -> str:
+        """The name of its first pin."""
+        return f"pin-{self.number}"
+
+    @property
+    def terms(self) -> tuple[Namespace, str, int, str, bytes]:
+        """What pins that are alike have in common."""
+        return self.node.namespace, self.level, self.priority, self.cache_type, self.data
 
     @property
     def is_automatic(self) -> bool:
@@ -95,11 +99,44 @@ class PinRecord:
         return self.priority == AUTOMATIC
 
 
-@dataclass
-class NodeUse:
-    """Uses of a node at which pins are anchored, since the first of them came: hits of all down to it, and when it was
-    last hit or asked for."""
+@dataclass(eq=False)
+class PinRecord:
+    """A live pin. `number`: pins are numbered as they are made. `…_before`: figures of its hold when it came."""
 
+    number: int
+    hold: PinHold
+    num_tokens: int
+    owner: str
+    request_id: RequestId | None
+    created_at: float
+    ttl_seconds: float | None
+    refresh: bool
+    labels: Mapping[str, str]
+    last_expiry: float | None = None
+    expires_at: float | None = None
+    hits_before: int = 0
+    served_before: int = 0
+    cost_before: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """Its name to callers."""
+        return f"pin-{self.number}"
+
+    @property
+    def node(self) -> Node:
+        """Where its hold ends."""
+        return self.hold.node
+
+
+@dataclass
+class Anchorage:
+    """The holds that end at one node, all (by number) and by the block that they wait for there (b"" if they have all),
+    so that storing a run looks only at those that wait for it. Uses of the node since the first of them came: hits of
+    all down to it, and when it was last hit or asked for."""
+
+    holds: dict[int, PinHold] = field(default_factory=dict)
+    by_awaited: dict[bytes, dict[int, PinHold]] = field(default_factory=dict)
     num_hits: int = 0
     hit_at: float | None = None
     asked_at: float | None = None

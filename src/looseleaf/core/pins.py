@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan
 from looseleaf.core.events import EventListener, PinChanged
 from looseleaf.core.pin_marks import PinMarks
-from looseleaf.core.pin_record import HARD, SOFT, NodeUse, PastPin, Pin, PinRecord
+from looseleaf.core.pin_queue import PinQueue
+from looseleaf.core.pin_record import HARD, SOFT, Anchorage, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
@@ -23,12 +24,16 @@ from looseleaf.ids import Namespace
 MAX_PAST_PINS = 256
 """Ended and refused pins that are remembered."""
 
+MAX_FAILED_REFILLS = 16
+"""Pins that are offered quota which has become free though it is too little for them, before that is left at it."""
+
 
 class PinBook:
     """All live pins and what they hold, under one quota of blocks.
 
-    A pin is anchored at the node where what it holds ends: it covers that node and all above, and in groups that slide
-    it *guards* the rows that a hit at its end needs, whether they are there or not. When more of its tokens are stored
+    Pins that are alike (same tokens, same terms) share one hold: a thousand pins on a system prompt cost no more than
+    one. A hold is anchored at the node where it ends: it covers that node and all above, and in groups that slide it
+    *guards* the rows that a hit at its end needs, whether they are there or not. When more of its tokens are stored
     below its anchor it moves down, when they are evicted it moves up. Shared blocks count once; a guarded row counts as
     its blocks. Hard and soft pins together never hold more than the quota; a hard pin displaces soft ones, lowest
     priority first.
@@ -47,6 +52,9 @@ class PinBook:
         self.quota_blocks = plan.quota_blocks
         self.namespace_quotas: dict[Namespace, int] = dict(plan.namespace_quotas)
         self.records: dict[str, PinRecord] = {}
+        self.holds: dict[
+            tuple[Namespace, str, int, str, bytes], PinHold
+        ] = {}  # by terms: pins that are alike share one
         self.past: deque[PastPin] = deque(maxlen=MAX_PAST_PINS)
         self.num_changes: Counter[str] = Counter()  # by what `PinChanged` calls them
         self._clock = clock
@@ -55,44 +63,45 @@ class PinBook:
         self._ledger = ledger
         self._victims = victims
         self.marks = PinMarks(plan, ledger, victims, slid_out)
-        # By node and by the first block that a pin waits for there (b"" if it has all), so that storing a run looks
-        # only at the pins that wait for it.
-        self._anchored: dict[int, dict[bytes, dict[str, PinRecord]]] = {}
-        self._uses: dict[int, NodeUse] = {}
+        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), self.namespace_quotas)
+        self.limited = PinQueue(lambda pin: (pin.level != HARD, -pin.priority, pin.number), self.namespace_quotas)
+        self.anchorages: dict[int, Anchorage] = {}  # by node
         self._price_tokens = 0.0  # what one block, pinned since the start, has cost others
         self._expiries: list[tuple[float, str]] = []
-        self._limited: dict[str, PinRecord] = {}
         self._refilled = 0  # changes of what is taken when limited pins were looked at last
+        self._num_refreshed = 0  # live pins that use keeps alive
 
-    def anchored_at(self, node: Node) -> list[PinRecord]:
-        """The pins whose hold ends at the end of `node`."""
-        return [record for records in self._anchored.get(node.id, {}).values() for record in records.values()]
+    def anchored_at(self, node: Node) -> Collection[PinHold]:
+        """The holds that end at the end of `node`. O(1)."""
+        anchorage = self.anchorages.get(node.id)
+        return () if anchorage is None else anchorage.holds.values()
 
     def snapshot(self, record: PinRecord) -> Pin:
         """What callers see of a pin."""
-        node = record.node
-        self._settle(record)
+        hold, node = record.hold, record.node
+        self._settle(hold)
+        num_hits = hold.num_hits - record.hits_before
         return Pin(
             id=record.id,
             owner=record.owner,
-            level=record.level,
-            priority=record.priority,
+            level=hold.level,
+            priority=hold.priority,
             namespace=node.namespace,
-            cache_type=record.cache_type,
+            cache_type=hold.cache_type,
             request_id=record.request_id,
             num_tokens=record.num_tokens,
             num_pinned_tokens=node.end * self._tree.block_bytes // TOKEN_BYTES,
-            num_blocks=self.marks.held_blocks(record),
-            labels=record.labels,
+            num_blocks=self.marks.held_blocks(hold),
+            labels=dict(record.labels),
             created_at=record.created_at,
             expires_at=self._expiry(record),
-            last_used_at=record.last_used_at,
+            last_used_at=hold.hit_at if num_hits else None,
             refresh=record.refresh,
-            is_limited=record.id in self._limited and self._awaited(record, node.end) in node.children,
-            is_automatic=record.is_automatic,
-            num_hits=record.num_hits,
-            served_tokens=record.served_tokens,
-            cost_tokens=record.cost_tokens,
+            is_limited=hold.number in self.limited.holds,
+            is_automatic=hold.is_automatic,
+            num_hits=num_hits,
+            served_tokens=hold.served_tokens - record.served_before,
+            cost_tokens=hold.cost_tokens - record.cost_before,
         )
 
     # --- use and cost ---------------------------------------------------------------------------------------------
@@ -100,7 +109,7 @@ class PinBook:
     def on_hit(self, path: list[Node], now_seconds: float) -> None:
         """A look-up reuses this path. O(path) however many pins there are: uses are counted by node."""
         for node in path:
-            use = self._uses.get(node.id)
+            use = self.anchorages.get(node.id)
             if use is not None:
                 use.num_hits += 1
                 use.hit_at = now_seconds
@@ -108,11 +117,13 @@ class PinBook:
     def refresh(self, root: Node, data: bytes, now_seconds: float) -> None:
         """A request asks for these packed tokens: pins that end within them and are refreshed on use live on from
         now."""
+        if not self._num_refreshed:
+            return
         match = self._tree.find(root, data, len(data) // self._tree.block_bytes)
         for node in match.node.path():
             if node is match.node and match.num_edge_blocks < node.num_blocks:
                 return
-            use = self._uses.get(node.id)
+            use = self.anchorages.get(node.id)
             if use is not None:
                 use.asked_at = now_seconds
 
@@ -122,26 +133,26 @@ class PinBook:
         if num_idle:
             self._price_tokens += num_tokens / num_idle
 
-    def _settle(self, record: PinRecord) -> None:
-        """Bring a pin's own figures up to date with its node's uses and the price of memory."""
-        use = self._uses[record.node.id]
-        num_new = use.num_hits - record.hit_mark
-        record.num_hits += num_new
-        record.served_tokens += num_new * record.node.end * self._tree.block_bytes // TOKEN_BYTES
-        record.hit_mark = use.num_hits
+    def _settle(self, hold: PinHold) -> None:
+        """Bring a hold's figures up to date with its node's uses and the price of memory."""
+        use = self.anchorages[hold.node.id]
+        num_new = use.num_hits - hold.hit_mark
+        hold.num_hits += num_new
+        hold.served_tokens += num_new * hold.node.end * self._tree.block_bytes // TOKEN_BYTES
+        hold.hit_mark = use.num_hits
         if num_new:
-            record.last_used_at = use.hit_at
-        record.cost_tokens += (self._price_tokens - record.price_mark) * self.marks.held_blocks(record)
-        record.price_mark = self._price_tokens
-        if record.refresh and record.ttl_seconds is not None and use.asked_at is not None:
-            record.expires_at = max(record.expires_at or 0.0, use.asked_at + record.ttl_seconds)
+            hold.hit_at = use.hit_at
+        hold.cost_tokens += (self._price_tokens - hold.price_mark) * self.marks.held_blocks(hold)
+        hold.price_mark = self._price_tokens
+        if use.asked_at is not None:
+            hold.asked_at = use.asked_at if hold.asked_at is None else max(hold.asked_at, use.asked_at)
 
     def _expiry(self, record: PinRecord) -> float | None:
         """When a pin ends, with what refreshed it since; None if never."""
-        use = self._uses[record.node.id]
-        expiry = record.expires_at
-        if expiry is not None and record.refresh and record.ttl_seconds is not None and use.asked_at is not None:
-            expiry = max(expiry, use.asked_at + record.ttl_seconds)
+        self._settle(record.hold)
+        expiry, asked_at = record.expires_at, record.hold.asked_at
+        if expiry is not None and record.refresh and record.ttl_seconds is not None and asked_at is not None:
+            expiry = max(expiry, asked_at + record.ttl_seconds)
         if expiry is None or record.last_expiry is None:
             return expiry if record.last_expiry is None else record.last_expiry
         return min(expiry, record.last_expiry)
@@ -155,41 +166,64 @@ class PinBook:
             PinQuotaExceeded: a hard pin whose stored part does not fit and `partial` is false; nothing has changed
             then.
         """
-        if record.level == HARD and not partial:
+        hold = record.hold
+        if hold.level == HARD and not partial:
             self._check_quota(record)
-        self.records[record.id] = record
-        self._anchor(record, record.node)
-        self._tell("made", record)
-        if record.expires_at is not None:
-            heapq.heappush(self._expiries, (record.expires_at, record.id))
-        self.advance(record)
+        alike = self.holds.setdefault(hold.terms, hold)
+        if alike is hold:
+            self._anchor(hold, hold.node)
+        else:
+            self._settle(alike)
+        record.hold = alike
+        record.hits_before, record.served_before = alike.num_hits, alike.served_tokens
+        record.cost_before = alike.cost_tokens
+        alike.records[record.id] = self.records[record.id] = record
+        self._num_refreshed += record.refresh
+        expiry = self._expiry(record)
+        if expiry is not None:
+            heapq.heappush(self._expiries, (expiry, record.id))
+        self.advance(alike)
+        try:
+            self._tell("made", record)
+        except BaseException:
+            self._drop(record)  # nobody would know its id
+            raise
 
     def remove(self, record: PinRecord, end: str) -> Pin:
         """Undo a pin: what only it held can be evicted again, and what others lack for want of quota is given to
         them. Its last snapshot. `end`: why, see `PastPin`."""
         snapshot = self.snapshot(record)
         self.past.append(PastPin(snapshot, end, self._clock()))
+        self._drop(record)
         self._tell(end, record)
-        del self.records[record.id]
-        self._limited.pop(record.id, None)
+        return snapshot
+
+    def _drop(self, record: PinRecord) -> None:
+        hold = record.hold
+        del self.records[record.id], hold.records[record.id]
+        self._num_refreshed -= record.refresh
         if len(self._expiries) > 2 * len(self.records) + 64:
             self._expiries = [entry for entry in self._expiries if entry[1] in self.records]
             heapq.heapify(self._expiries)
-        self._unanchor(record)
-        self.marks.guard(record, record.node, record.node.end, -1)
-        for node in record.node.path():
-            self.marks.unmark(node, record)
-        root = self._tree.root(record.node.namespace)
+        if hold.records:
+            return
+        del self.holds[hold.terms]
+        self._unanchor(hold)
+        self.soft.discard(hold)
+        self.limited.discard(hold)
+        self.marks.guard(hold, hold.node, hold.node.end, -1)
+        for node in hold.node.path():
+            self.marks.unmark(node, hold)
+        root = self._tree.root(hold.node.namespace)
         if not self.anchored_at(root):
             self._tree.drop_root_if_empty(root)
         self.refill()
-        return snapshot
 
     def _tell(self, change: str, record: PinRecord) -> None:
         self.num_changes[change] += 1
         if self._on_event is not None:
             self._on_event(
-                PinChanged(record.id, change, record.node.namespace, record.owner, record.level, record.num_tokens)
+                PinChanged(record.id, change, record.node.namespace, record.owner, record.hold.level, record.num_tokens)
             )
 
     def expire(self, now_seconds: float) -> None:
@@ -215,48 +249,72 @@ class PinBook:
 
     def on_stored_below(self, parent: Node, first_block: bytes) -> None:
         """A run that begins with `first_block` was stored below `parent`: pins that wait for it there may hold more."""
-        for record in list(self._anchored.get(parent.id, {}).get(first_block, {}).values()):
-            self.advance(record)
+        for hold in self._waiting(parent, first_block):
+            self.advance(hold)
+
+    def _waiting(self, parent: Node, first_block: bytes) -> list[PinHold]:
+        anchorage = self.anchorages.get(parent.id)
+        return [] if anchorage is None else list(anchorage.by_awaited.get(first_block, {}).values())
 
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
         self.marks.on_tail_evicted(node, num_blocks)
         assert node.parent is not None  # a root is no leaf that could be evicted
-        anchor = node.parent if num_blocks == node.num_blocks else node
-        for record in self.anchored_at(node):
-            self._unanchor(record)
-            self.marks.guard(record, node, node.end, -1)
-            self._anchor(record, anchor, node.end - num_blocks)
-            self.marks.guard(record, anchor, node.end - num_blocks, 1)
+        anchor = node
+        if num_blocks == node.num_blocks:
+            anchor = node.parent
+            for hold in self._waiting(anchor, node.tokens[: self._tree.block_bytes]):
+                self.limited.discard(hold)  # what it lacks is not there any more
+        for hold in list(self.anchored_at(node)):
+            self._unanchor(hold)
+            self.marks.guard(hold, node, node.end, -1)
+            self._anchor(hold, anchor, node.end - num_blocks)
+            self.marks.guard(hold, anchor, node.end - num_blocks, 1)
 
-    def advance(self, record: PinRecord) -> None:
-        """Move a pin down along its tokens as far as they are stored and the quota goes."""
-        here, size = record.node.end, self._tree.block_bytes
-        match = self._tree.find(record.node, record.data[here * size :], record.num_blocks - here)
-        num_stored = here + match.num_blocks
-        if num_stored > here:
-            path = match.node.path(self.marks.first_guarded(record, here))  # what the move changes, not all above
-            used = self.marks.used(record, path, here, num_stored)
-            if record.level == SOFT and not record.is_automatic:
-                self._displace_automatic(record, int(used[-1] - used[0]))
-                used = self.marks.used(record, path, here, num_stored)
-            fitting = np.flatnonzero(used <= used[0] + self._room(record))
-            self._move(record, path, here + int(fitting[-1]) if len(fitting) else here)
-        if record.node.end < num_stored:
-            self._limited[record.id] = record
+    def advance(self, hold: PinHold) -> None:
+        """Move a hold down along its tokens as far as they are stored and the quota goes."""
+        here, size = hold.node.end, self._tree.block_bytes
+        moved: list[PinHold] = []
+        while True:
+            match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here)
+            num_stored = here + match.num_blocks
+            if num_stored == here:
+                break
+            path = match.node.path(self.marks.first_guarded(hold, here))  # what the move changes, not all above
+            used = self.marks.used(hold, path, here, num_stored)
+            gave_way = self._displace_automatic(hold, int(used[-1] - used[0]))
+            if not gave_way:
+                fitting = np.flatnonzero(used <= used[0] + self._room(hold))
+                self._move(hold, path, here + int(fitting[-1]) if len(fitting) else here)
+                break
+            moved += gave_way  # perhaps from this very path: look again
+        self._note_limit(hold)
+        self._displace_excess(hold.node.namespace)
+        for other in moved:  # what others still pin costs no quota
+            self.advance(other)
+
+    def _note_limit(self, hold: PinHold) -> None:
+        if hold.awaited in hold.node.children:
+            self.limited.add(hold)
         else:
-            self._limited.pop(record.id, None)
-        self._displace_excess(record.node.namespace)
+            self.limited.discard(hold)
 
     def refill(self) -> None:
         """Quota has become free: give it to pins that lack some, hard ones first, then by priority."""
         if self.marks.num_changes == self._refilled:
             return
-        for namespace in ("", *self.namespace_quotas):
-            self._displace_excess(namespace)
-        for record in sorted(self._limited.values(), key=lambda pin: (pin.level != HARD, -pin.priority)):
-            if self._room(record) > 0:
-                self.advance(record)
+        least = self.marks.num_full_lanes or 1
+        failed: list[PinHold] = []
+        while len(failed) < MAX_FAILED_REFILLS:
+            hold = next((pin for pin in self.limited.heads() if self._room(pin) >= least), None)
+            if hold is None:
+                break
+            self.advance(hold)
+            if hold.number in self.limited.holds:
+                self.limited.discard(hold)
+                failed.append(hold)
+        for hold in failed:
+            self.limited.add(hold)
         self._refilled = self.marks.num_changes
 
     def fits(self, plan: CachePlan) -> bool:
@@ -269,18 +327,23 @@ class PinBook:
         """Other quotas, none below what hard pins hold; soft ones give way."""
         self.quota_blocks = quota_blocks
         self.namespace_quotas = dict(namespace_quotas)
+        for queue in (self.soft, self.limited):
+            queue.set_quotas(self.namespace_quotas)
+        for namespace in ("", *self.namespace_quotas):
+            self._displace_excess(namespace)
         self._refilled = -1
         self.refill()
 
     # --- quota ----------------------------------------------------------------------------------------------------
 
     def _check_quota(self, record: PinRecord) -> None:
-        match = self._tree.find(record.node, record.data, record.num_blocks)
-        needed = int(self.marks.used(record, match.node.path(), 0, match.num_blocks)[-1])
-        available = self._room(record)
+        hold = record.hold
+        match = self._tree.find(hold.node, hold.data, hold.num_blocks)
+        needed = int(self.marks.used(hold, match.node.path(), 0, match.num_blocks)[-1])
+        available = self._room(hold)
         if needed > available:
             self._refuse(record)
-            namespace = record.node.namespace
+            namespace = hold.node.namespace
             quota = self.namespace_quotas.get(namespace)
             if quota is not None and available == max(0, quota - self.marks.taken_blocks(namespace, hard_only=True)):
                 taken = self.marks.taken_blocks(namespace, hard_only=True)
@@ -292,14 +355,14 @@ class PinBook:
         return max(0, self.quota_blocks - self.marks.num_pinned_blocks)
 
     def _refuse(self, record: PinRecord) -> None:
-        self._anchor(record, record.node)
+        self._anchor(record.hold, record.node)
         self.past.append(PastPin(self.snapshot(record), "refused", self._clock()))
-        self._unanchor(record)
+        self._unanchor(record.hold)
         self._tell("refused", record)
 
-    def _room(self, record: PinRecord) -> int:
+    def _room(self, hold: PinHold) -> int:
         """Blocks of quota that this pin may take, of that of its namespace too."""
-        is_hard, namespace = record.level == HARD, record.node.namespace
+        is_hard, namespace = hold.level == HARD, hold.node.namespace
         room = self.quota_blocks - (self.marks.num_hard_blocks if is_hard else self.marks.num_pinned_blocks)
         quota = self.namespace_quotas.get(namespace)
         if quota is not None:
@@ -308,88 +371,101 @@ class PinBook:
 
     def _displace_excess(self, namespace: Namespace) -> None:
         """Let soft pins give way where the pins of all, or those of `namespace`, hold more than their quota."""
-        self._displace(self.marks.num_pinned_blocks - self.quota_blocks, self.records.values())
+        moved = self._displace(self.marks.num_pinned_blocks - self.quota_blocks)
         quota = self.namespace_quotas.get(namespace)
-        if quota is not None and self.marks.taken_blocks(namespace) > quota:
-            own = [record for record in self.records.values() if record.node.namespace == namespace]
-            self._displace(self.marks.taken_blocks(namespace) - quota, own)
+        if quota is not None:
+            moved += self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
+        for hold in moved:  # what others still pin costs no quota
+            self.advance(hold)
 
-    def _displace_automatic(self, record: PinRecord, needed_blocks: int) -> None:
-        """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota."""
-        lacking = needed_blocks - self._room(record)
-        for other in [other for other in self.records.values() if other.is_automatic and lacking > 0]:
-            self._retreat(other, lacking)
-            lacking = needed_blocks - self._room(record)
-
-    def _displace(self, num_blocks: int, records: Iterable[PinRecord]) -> None:
-        """Take `num_blocks` blocks of quota from soft pins: lowest priority first, newest first, from their tails."""
-        if num_blocks <= 0:
-            return
-        soft = [record for record in reversed([*records]) if record.level == SOFT and record.node.end]
+    def _displace_automatic(self, hold: PinHold, needed_blocks: int) -> list[PinHold]:
+        """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota. Which did."""
+        if hold.level == HARD or hold.is_automatic:
+            return []
         moved = []
-        for record in sorted(soft, key=lambda pin: pin.priority):
-            num_blocks -= self._retreat(record, num_blocks)
-            moved.append(record)
-            if num_blocks <= 0:
-                break
-        for record in moved:  # what others still pin costs no quota
-            self.advance(record)
+        namespace = hold.node.namespace
+        quota = self.namespace_quotas.get(namespace)
+        if quota is not None:
+            excess = self.marks.taken_blocks(namespace) + needed_blocks - quota
+            moved = self._displace(excess, namespace, only_automatic=True)
+            needed_blocks = min(needed_blocks, quota - self.marks.taken_blocks(namespace))
+        excess = self.marks.num_pinned_blocks + needed_blocks - self.quota_blocks
+        return moved + self._displace(excess, only_automatic=True)
 
-    def _retreat(self, record: PinRecord, num_blocks: int) -> int:
+    def _displace(
+        self, num_blocks: int, namespace: Namespace | None = None, *, only_automatic: bool = False
+    ) -> list[PinHold]:
+        """Take `num_blocks` blocks of quota from soft pins, those of a namespace or all: lowest priority first, newest
+        first, from their tails. Which gave way."""
+        moved: list[PinHold] = []
+        while num_blocks > 0:
+            hold = next(iter(self.soft.heads(namespace)), None)
+            if hold is None or (only_automatic and not hold.is_automatic):
+                break
+            num_blocks -= self._retreat(hold, num_blocks)
+            moved.append(hold)
+        return moved
+
+    def _retreat(self, hold: PinHold, num_blocks: int) -> int:
         """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
         before = self.marks.num_pinned_blocks
-        path = record.node.path()
-        used = self.marks.used(record, path, 0, record.node.end)
+        path = hold.node.path()
+        used = self.marks.used(hold, path, 0, hold.node.end)
         fitting = np.flatnonzero(used <= used[-1] - num_blocks)
-        self._move(record, path, int(fitting[-1]) if len(fitting) else 0)
-        self._limited[record.id] = record
+        self._move(hold, path, int(fitting[-1]) if len(fitting) else 0)
+        self._note_limit(hold)
         return before - self.marks.num_pinned_blocks
 
     # --- marks ----------------------------------------------------------------------------------------------------
 
-    def _move(self, record: PinRecord, path: list[Node], end: int) -> None:
+    def _move(self, hold: PinHold, path: list[Node], end: int) -> None:
         """Let a pin end after `end` blocks of `path`, which holds the path of its present end or goes on behind it."""
-        here = record.node.end
+        here = hold.node.end
         if end == here:
             return
-        self._unanchor(record)
-        self.marks.guard(record, record.node, here, -1)
-        anchor = self._tree.root(record.node.namespace)
+        self._unanchor(hold)
+        self.marks.guard(hold, hold.node, here, -1)
+        anchor = self._tree.root(hold.node.namespace)
         for node in path:
             if node.start < end < node.end:
                 upper = self._victims.split(node, end - node.start)
                 if here < end:  # the part behind `end` is not covered: mark the upper part alone
-                    self.marks.mark(upper, record)
+                    self.marks.mark(upper, hold)
                 else:
-                    self.marks.unmark(node, record)
+                    self.marks.unmark(node, hold)
                 anchor = upper
             elif node.end <= end:
                 anchor = node
                 if node.end > here:
-                    self.marks.mark(node, record)
+                    self.marks.mark(node, hold)
             elif node.end <= here:
-                self.marks.unmark(node, record)
-        self._anchor(record, anchor)
-        self.marks.guard(record, anchor, end, 1)
+                self.marks.unmark(node, hold)
+        self._anchor(hold, anchor)
+        self.marks.guard(hold, anchor, end, 1)
 
-    def _awaited(self, record: PinRecord, end: int) -> bytes:
+    def _awaited(self, hold: PinHold, end: int) -> bytes:
         """The first block that a pin lacks when it holds `end` blocks; empty if it has all."""
-        return record.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
+        return hold.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
 
-    def _anchor(self, record: PinRecord, node: Node, end: int | None = None) -> None:
+    def _anchor(self, hold: PinHold, node: Node, end: int | None = None) -> None:
         """Note that the hold of a pin ends at `node`, after `end` blocks (`node.end`, unless that is about to
         change)."""
-        record.node = node
-        record.awaited = self._awaited(record, node.end if end is None else end)
-        record.hit_mark = self._uses.setdefault(node.id, NodeUse()).num_hits
-        record.price_mark = self._price_tokens
-        self._anchored.setdefault(node.id, {}).setdefault(record.awaited, {})[record.id] = record
+        hold.node = node
+        hold.awaited = self._awaited(hold, node.end if end is None else end)
+        anchorage = self.anchorages.setdefault(node.id, Anchorage())
+        anchorage.holds[hold.number] = hold
+        anchorage.by_awaited.setdefault(hold.awaited, {})[hold.number] = hold
+        hold.hit_mark = anchorage.num_hits
+        hold.price_mark = self._price_tokens
+        if hold.level == SOFT:
+            (self.soft.discard if node.is_root else self.soft.add)(hold)
 
-    def _unanchor(self, record: PinRecord) -> None:
-        self._settle(record)
-        by_block = self._anchored[record.node.id]
-        del by_block[record.awaited][record.id]
-        if not by_block[record.awaited]:
-            del by_block[record.awaited]
-        if not by_block:
-            del self._anchored[record.node.id], self._uses[record.node.id]
+    def _unanchor(self, hold: PinHold) -> None:
+        self._settle(hold)
+        anchorage = self.anchorages[hold.node.id]
+        del anchorage.holds[hold.number]
+        del anchorage.by_awaited[hold.awaited][hold.number]
+        if not anchorage.by_awaited[hold.awaited]:
+            del anchorage.by_awaited[hold.awaited]
+        if not anchorage.holds:
+            del self.anchorages[hold.node.id]

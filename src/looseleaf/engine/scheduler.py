@@ -19,6 +19,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver
@@ -49,6 +50,7 @@ class Scheduler:
         self._sharing = InFlightSharing(cache, config.share_in_flight and config.reuse)
         self._by_chunk = cache.plan.slides and not config.reserve_output
         self._mean_output_tokens = 128.0
+        self._num_usable_blocks = cache.plan.num_blocks
         self.limit_tokens = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -81,6 +83,8 @@ class Scheduler:
         request is never preempted, and nobody is admitted in a step that preempted: so each request's turn comes.
         """
         plan = StepPlan()
+        if self._by_chunk:
+            self._num_usable_blocks = self._cache.plan.num_blocks - self._cache.stats().hard_pinned_blocks
         self._plan_chunks(plan)
         self._plan_decodes(plan)
         if not plan.has_preempted:
@@ -134,8 +138,9 @@ class Scheduler:
         budget = self._config.max_step_tokens - sum(sequence.is_decoding for sequence in self.running)
         for sequence in [sequence for sequence in self.running if not sequence.is_decoding]:
             if budget > 0 and sequence.lease is not None:  # not preempted for an earlier one
-                chunk = self._next_chunk(sequence, sequence.held.num_committed_tokens, budget)
-                if self._make_room(plan, chunk):
+                wanted = self._next_chunk(sequence, sequence.held.num_committed_tokens, budget)
+                chunk = self._make_room(plan, wanted)
+                if chunk is not None:
                     plan.chunks.append(chunk)
                     budget -= chunk.end - chunk.start
 
@@ -145,18 +150,27 @@ class Scheduler:
         is_sampled = end == sequence.num_tokens and sequence.request.params.max_tokens > 0
         return Chunk(sequence, start, end, (sequence, *sequence.samples) if is_sampled else ())
 
-    def _make_room(self, plan: StepPlan, chunk: Chunk) -> bool:
-        """Reserve what a chunk needs; False if its sequence had to give way or to end."""
+    def _make_room(self, plan: StepPlan, chunk: Chunk) -> Chunk | None:
+        """Reserve what a chunk needs, or what fits of it if its sequence is alone; None if that had to give way or to
+        end."""
         sequence = chunk.sequence
         while not sequence.held.try_reserve(chunk.end) and len(self.running) > 1:
             if self._preempt(plan, "prefill") is sequence:
-                return False
+                return None
         try:
-            sequence.held.reserve(chunk.end)  # nothing to do, or the refusal with its numbers
+            return self._reserved(chunk, sequence.held)
         except OutOfBlocks as error:
             plan.endings.append(Ending(sequence, FinishReason.ERROR, error))
-            return False
-        return True
+            return None
+
+    def _reserved(self, chunk: Chunk, lease: Lease) -> Chunk:
+        """Reserve room for a chunk, cut where pins leave too little for all of it; OutOfBlocks if no block fits."""
+        num_tokens = chunk.end - chunk.start
+        while not lease.try_reserve(chunk.end) and num_tokens > self._cache.plan.block_tokens:
+            num_tokens //= 2
+            chunk = self._next_chunk(chunk.sequence, chunk.start, num_tokens)
+        lease.reserve(chunk.end)  # nothing to do, or the refusal with its numbers
+        return chunk
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Give every decoding sequence room for its newest token, preempting until that works."""
@@ -238,7 +252,10 @@ class Scheduler:
         sequence.is_counted = True
         chunk = self._next_chunk(sequence, lease.num_cached_tokens, budget)
         try:
-            lease.reserve(chunk.end if self._by_chunk else num_tokens)
+            if must and self._by_chunk:
+                chunk = self._reserved(chunk, lease)
+            else:
+                lease.reserve(chunk.end if self._by_chunk else num_tokens)
         except LooseleafError as error:
             lease.release()
             if must or not isinstance(error, OutOfBlocks):
@@ -295,12 +312,12 @@ class Scheduler:
 
     def _max_chunk_tokens(self, num_tokens: int) -> int:
         """Longest chunk on the way to `num_tokens` tokens. Where room is reserved chunk by chunk, one takes at most a
-        quarter of the pool, and less where the sequence would not fit otherwise."""
+        quarter of what hard pins leave of the pool, and less where the sequence would not fit otherwise."""
         if not self._by_chunk:
             return num_tokens
         plan = self._cache.plan
-        quarter_tokens = plan.num_blocks // (4 * plan.num_lanes) * plan.block_tokens
+        quarter_tokens = self._num_usable_blocks // (4 * plan.num_lanes) * plan.block_tokens
         chunk_tokens = min(self._config.max_step_tokens, max(plan.block_tokens, quarter_tokens))
-        while chunk_tokens > plan.block_tokens and plan.blocks_for(num_tokens, chunk_tokens) > plan.num_blocks:
+        while chunk_tokens > plan.block_tokens and plan.blocks_for(num_tokens, chunk_tokens) > self._num_usable_blocks:
             chunk_tokens //= 2
         return chunk_tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.manager import CacheManager
 from looseleaf.errors import ConfigError
@@ -47,6 +48,17 @@ class ReplayResult:
     preemptions: int = 0
 
 
+@dataclass
+class TraceClock:
+    """The clock of a cache that serves a trace."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the trace began."""
+        return self.seconds
+
+
 def replay_instant(
     trace: Trace,
     capacity_blocks: int,
@@ -54,6 +66,7 @@ def replay_instant(
     page_tokens: int | None = None,
     block_tokens: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    auto_pin: AutoPinConfig | None = None,
 ) -> ReplayResult:
     """Serve each request of `trace` at once and alone, in order.
 
@@ -64,6 +77,7 @@ def replay_instant(
         page_tokens: tokens of a page, 256 if None; at least one block. Hits do not depend on it.
         block_tokens: tokens of a block, the trace's own if None; any other size is refused.
         on_progress: is called with the number of requests done.
+        auto_pin: what the cache may pin by itself; None: nothing.
 
     Raises:
         ConfigError: the trace has lengths only, or sizes that do not go together.
@@ -87,26 +101,27 @@ def replay_instant(
             )
     page = max(page_tokens or 256, size)
     num_pages = -(-capacity_blocks * size // page)
-    cache = CacheManager(
-        CacheConfig(num_pages=num_pages, page_tokens=page, block_tokens=size, policy=policy, num_known_requests=0)
-    )
+    config = CacheConfig(num_pages, page, size, policy, num_known_requests=0, auto_pin=auto_pin)
+    clock = TraceClock()
+    cache = CacheManager(config, clock=clock)
     num_spare = cache.plan.num_blocks - capacity_blocks
     with cache.lease(np.zeros(1, dtype=np.int32), request_id="spare", count_lookup=False, reuse=False) as spare:
         spare.reserve(num_spare * size)  # the last page's blocks beyond the capacity
-        return _serve_all(trace, cache, capacity_blocks, page, num_spare, on_progress)
+        return _serve_all(trace, cache, clock, capacity_blocks, num_spare, on_progress)
 
 
 def _serve_all(
     trace: Trace,
     cache: CacheManager,
+    clock: TraceClock,
     capacity_blocks: int,
-    page_tokens: int,
     num_spare: int,
     on_progress: Callable[[int], None] | None,
 ) -> ReplayResult:
     size = cache.plan.block_tokens
     hit_tokens = peak_blocks = num_places = num_filled = peak_held = peak_used = 0
     for number, request in enumerate(trace.requests):
+        clock.seconds = request.at_seconds
         prompt = _prompt(request, size)
         num_stored = min(len(request.blocks), capacity_blocks) * size
         with cache.lease(prompt, request_id="served") as lease:
@@ -128,7 +143,7 @@ def _serve_all(
         policy=cache.config.policy,
         mode="instant",
         capacity_blocks=capacity_blocks,
-        page_tokens=page_tokens,
+        page_tokens=cache.config.page_tokens,
         block_tokens=size,
         requests=len(trace.requests),
         input_tokens=input_tokens,

@@ -19,7 +19,7 @@ from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
 from looseleaf.errors import ConfigError, OutOfBlocks
 from looseleaf.ids import Int32Array
-from looseleaf.lab.replay import ReplayResult
+from looseleaf.lab.replay import ReplayResult, TraceClock
 from looseleaf.lab.traces import Trace, TraceRequest
 
 OUTPUT_TOKEN = 2**31 - 1
@@ -195,7 +195,8 @@ def replay_timed(
         watcher: is shown the memory as requests finish.
     """
     rates = rates or RateModel()
-    simulation = _Simulation(CacheManager(config), rates, watcher)
+    clock = TraceClock()
+    simulation = _Simulation(CacheManager(config, clock=clock), rates, watcher)
     dt = 1.0 / rates.decode_rate
     now = 0.0
     arrived = 0
@@ -212,6 +213,7 @@ def replay_timed(
             arrived += 1
             if on_progress is not None:
                 on_progress(arrived)
+        clock.seconds = now
         simulation.admit(now)
         simulation.measure(dt)
         now += dt

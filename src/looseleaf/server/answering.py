@@ -21,7 +21,7 @@ from looseleaf.server.disconnect import EventStreamResponse
 from looseleaf.server.errors import ApiError, answer_for
 from looseleaf.server.formats import AnswerFormat
 from looseleaf.server.generation import Generation
-from looseleaf.server.request_pins import PinRequest
+from looseleaf.server.request_pins import Outcome, PinRequest
 from looseleaf.server.schemas import GenerationBody
 
 PIN_HEADER = "x-looseleaf-pin"
@@ -74,12 +74,10 @@ async def answer(
     namespace = caller.namespace(body.cache_salt)
     samples = _samples(body, answer_format.answer_id, prompts, max_tokens, namespace, stops)
     pins = context.request_pins
-    wishes = _wishes(context, body, prompts, marked)
-    outcomes = [pins.grant(wish, namespace=namespace, owner=caller.name) for wish in wishes]
-    headers = {"x-request-id": answer_format.answer_id}
-    if outcomes:
-        headers[PIN_HEADER] = pins.describe(outcomes)
+    outcomes: list[Outcome] = []
     try:
+        wishes = _wishes(context, body, prompts, marked)
+        outcomes.extend(pins.grant(wish, namespace=namespace, owner=caller.name) for wish in wishes)
         generation = Generation(context.engine, samples)
     except BaseException:
         pins.revoke(outcomes)
@@ -87,13 +85,23 @@ async def answer(
     pins.keep(outcomes)
     for item in chain.from_iterable(samples):
         context.directory.record(item.request_id, caller)
+
+    def headers() -> dict[str, str]:
+        pinned = {PIN_HEADER: pins.describe(outcomes)} if outcomes else {}
+        return {"x-request-id": answer_format.answer_id, **pinned}
+
+    def close() -> None:
+        generation.close()
+        pins.settle(outcomes)
+
     if body.stream:
         events = _events(generation, answer_format, body.wants_usage_event)
-        return EventStreamResponse(events, generation.close, headers)
-    results = await generation.collect(request.receive)
-    if outcomes:
-        headers[PIN_HEADER] = pins.describe(outcomes)
-    return JSONResponse(answer_format.answer(results), headers=headers)
+        return EventStreamResponse(events, close, headers())
+    try:
+        results = await generation.collect(request.receive)
+        return JSONResponse(answer_format.answer(results), headers=headers())
+    finally:
+        close()
 
 
 def _samples(
@@ -128,14 +136,18 @@ def _samples(
 def _wishes(
     context: ServerContext, body: GenerationBody, prompts: Sequence[list[int]], marked: Sequence[PinRequest]
 ) -> list[PinRequest]:
-    """The pins that a request asks for, none of them longer than the server allows."""
+    """The pins that a request asks for, one for the same tokens, none of them longer than the server allows."""
     if not context.settings.request_pins:
         return []
     wishes = list(marked)
     if body.prompt_cache_retention is not None:
         wishes += [PinRequest(prompt, body.prompt_cache_retention) for prompt in prompts]
-    longest = context.settings.max_request_pin_seconds
-    return [PinRequest(wish.tokens, min(wish.ttl_seconds, longest)) for wish in wishes]
+    seconds: dict[tuple[int, ...], float] = {}
+    for wish in wishes:
+        tokens = tuple(wish.tokens)
+        seconds[tokens] = max(seconds.get(tokens, 0.0), min(wish.ttl_seconds, context.settings.max_request_pin_seconds))
+    labels = {} if body.prompt_cache_key is None else {"prompt_cache_key": body.prompt_cache_key}
+    return [PinRequest(tokens, ttl_seconds, labels) for tokens, ttl_seconds in seconds.items()]
 
 
 async def _events(generation: Generation, answer_format: AnswerFormat, wants_usage: bool) -> AsyncGenerator[str, None]:

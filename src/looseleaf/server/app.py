@@ -53,7 +53,7 @@ def create_app(
         metrics=metrics,
         settings=settings or ServerSettings(),
         bytes_per_block=bytes_per_block,
-        request_pins=RequestPins(cache),
+        request_pins=RequestPins(cache, cache_clock),
         directory=RequestDirectory(),
         cache_clock=cache_clock,
         created=int(time.time()),

@@ -50,6 +50,10 @@ class Caller:
         """True if what lives in `namespace` is the caller's business."""
         return self.key_namespace is None or belongs_to_key(namespace, self.key_namespace)
 
+    def may_know(self, namespace: str) -> bool:
+        """True if the caller may be told the name of `namespace`, which holds the salt that opens it."""
+        return self.may_see(namespace) and (self.is_admin or self.key_namespace is not None)
+
 
 class RequestDirectory:
     """Which key made which request, so that no client reads or pins another's. Remembers the last 20,000. Used from the

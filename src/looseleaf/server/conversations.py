@@ -18,6 +18,7 @@ from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.errors import RequestError
 
 _PROBES = ("a", "7")
+_RARE = "\u00a7"  # a character with which no template goes on after a text, and that merges with none before it
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,21 @@ def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
 
 
 def prefix_up_to(tokenizer: Tokenizer, turns: Sequence[Turn], mark: Mark, prompt: list[int]) -> list[int]:
-    """The tokens of `prompt` (= `render(turns)`) that do not depend on what comes after `mark`."""
-    turn = turns[mark.turn]
-    if mark.part >= len(turn.parts) - 1:
-        return _common_prefix([prompt, stable_prefix(tokenizer, turns[: mark.turn + 1])])
-    kept = turn.parts[: mark.part + 1]
-    variants = [[*turns[: mark.turn], replace(turn, parts=(*kept, probe))] for probe in _PROBES]
-    return _common_prefix([prompt, *_renderings(tokenizer, variants)])
+    """The tokens of `prompt` (= `render(turns)`) up to the end of the part that `mark` names, without what the template
+    writes behind it, as far as they do not depend on what comes later. Costs three or four renderings."""
+    before, turn, after = turns[: mark.turn], turns[mark.turn], turns[mark.turn + 1 :]
+    kept, rest = turn.parts[: mark.part + 1], turn.parts[mark.part + 1 :]
+    renderings = [prompt]
+    with contextlib.suppress(RequestError):  # that the conversation may not end there does not matter
+        if rest:
+            variants = [[*before, replace(turn, parts=(*kept, probe))] for probe in _PROBES]
+            renderings += _renderings(tokenizer, variants)
+        else:
+            renderings.append(stable_prefix(tokenizer, [*before, turn]))
+    if kept and kept[-1]:  # a longer part moves all that is behind it
+        longer = replace(turn, parts=(*kept[:-1], kept[-1] + _RARE, *rest))
+        renderings.append(render(tokenizer, [*before, longer, *after]))
+    return _common_prefix(renderings)
 
 
 def _renderings(tokenizer: Tokenizer, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:

@@ -6,88 +6,138 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.pin_record import Pin
 from looseleaf.errors import PinQuotaExceeded, UnknownPin
 
-_MAX_REMEMBERED_PINS = 10_000
+MAX_REQUEST_PINS = 10_000
+"""Pins asked for by requests that are kept at a time; beyond, the one asked for longest ago goes."""
 
 
 @dataclass(frozen=True)
 class PinRequest:
-    """A wish: keep these tokens for `ttl_seconds`."""
+    """A wish: keep these tokens until `ttl_seconds` after they were used last."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     ttl_seconds: float
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GrantedPin:
-    """A wish that was granted. `wish_key` is the same for the same wish in the same namespace."""
+    """A wish that was granted. `wish_key`: the same for the same tokens, namespace and owner. `is_new`: by a pin of its
+    own, not by one that an earlier request had asked for."""
 
     pin_id: str
     wish_key: bytes
+    ttl_seconds: float
+    is_new: bool
 
 
 Outcome = GrantedPin | PinQuotaExceeded
 
 
+@dataclass
+class _Kept:
+    """The pin of a wish, and how many requests that asked for it still run."""
+
+    pin_id: str
+    ttl_seconds: float
+    num_running: int = 0
+
+
+def find_pin(cache: CacheManager, pin_id: str) -> Pin | None:
+    """The live pin of that id, if there is one."""
+    return next((pin for pin in cache.pins() if pin.id == pin_id), None)
+
+
 class RequestPins:
-    """Makes the pins that requests ask for. A wish for the same tokens and time to live replaces the pin made before.
-    Used from the event loop only.
+    """Makes the pins that requests ask for: one for the same tokens, namespace and owner, whoever asked first says how
+    it is labelled; every request that begins with its tokens keeps it for another time to live. Used from the event
+    loop only.
 
     A pin is granted before its request is submitted, so that what the quota says does not depend on how far the engine
-    has come; then it is kept (`keep`) or, if the engine refuses the request, taken back (`revoke`).
+    has come; then it is kept (`keep`) or, if the engine refuses the request, taken back (`revoke`). A pin that holds
+    nothing when its requests have ended (`settle`) goes: they were aborted, or the quota was used up.
     """
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, clock: Callable[[], float], max_pins: int = MAX_REQUEST_PINS) -> None:
         self._cache = cache
-        self._pin_of_wish: OrderedDict[bytes, str] = OrderedDict()
+        self._clock = clock  # the one that `cache` reads
+        self._max_pins = max_pins
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
 
     def grant(self, wish: PinRequest, *, namespace: str, owner: str) -> Outcome:
-        """Pin, or say why not. An older pin of the same wish stays until `keep`, so that nothing is unprotected
-        meanwhile.
+        """Pin, or say why not. A pin of the same wish that ends too soon stays until `keep`, so that nothing is
+        unprotected meanwhile.
 
         Raises:
             InvalidTokens: the wish is for something that is no prompt.
         """
+        digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
+        digest.update(repr((len(wish.tokens), namespace, owner)).encode())
+        key, ttl_seconds = digest.digest(), wish.ttl_seconds
+        kept = self._kept.get(key)
+        pin = find_pin(self._cache, kept.pin_id) if kept else None
+        if kept and pin and pin.expires_at is not None:
+            left_seconds = pin.expires_at - self._clock()  # until the request is looked up, which refreshes the pin
+            if kept.ttl_seconds >= ttl_seconds and left_seconds >= ttl_seconds / 2:
+                return GrantedPin(pin.id, key, kept.ttl_seconds, is_new=False)
+            ttl_seconds = max(ttl_seconds, kept.ttl_seconds)
         try:
-            pin = self._cache.pin(tokens=wish.tokens, namespace=namespace, owner=owner, ttl_seconds=wish.ttl_seconds)
+            pin = self._cache.pin(
+                wish.tokens, namespace=namespace, owner=owner, labels=wish.labels, ttl_seconds=ttl_seconds, refresh=True
+            )
         except PinQuotaExceeded as error:
             return error
-        digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
-        digest.update(f"{len(wish.tokens)} {wish.ttl_seconds} {namespace}".encode("utf-8", "surrogatepass"))
-        return GrantedPin(pin.id, digest.digest())
+        return GrantedPin(pin.id, key, ttl_seconds, is_new=True)
 
     def keep(self, outcomes: Sequence[Outcome]) -> None:
         """The requests run: older pins of the same wishes go."""
-        for outcome in outcomes:
-            if isinstance(outcome, GrantedPin):
-                self._unpin(self._pin_of_wish.pop(outcome.wish_key, None))
-                self._pin_of_wish[outcome.wish_key] = outcome.pin_id
-        while len(self._pin_of_wish) > _MAX_REMEMBERED_PINS:
-            self._pin_of_wish.popitem(last=False)
+        for granted in _granted(outcomes):
+            kept = self._kept.setdefault(granted.wish_key, _Kept(granted.pin_id, granted.ttl_seconds))
+            kept.num_running += 1
+            if kept.pin_id != granted.pin_id:
+                self._unpin(kept.pin_id)
+                kept.pin_id, kept.ttl_seconds = granted.pin_id, granted.ttl_seconds
+            self._kept.move_to_end(granted.wish_key)
+        while len(self._kept) > self._max_pins:
+            self._unpin(self._kept.popitem(last=False)[1].pin_id)
 
     def revoke(self, outcomes: Sequence[Outcome]) -> None:
         """The requests were refused: their pins go, older ones stay."""
-        for outcome in outcomes:
-            if isinstance(outcome, GrantedPin):
-                self._unpin(outcome.pin_id)
+        for granted in _granted(outcomes):
+            if granted.is_new:
+                self._unpin(granted.pin_id)
 
-    def _unpin(self, pin_id: str | None) -> None:
-        if pin_id is not None:
-            with contextlib.suppress(UnknownPin):
-                self._cache.unpin(pin_id)
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """The requests have ended: pins that hold nothing go, unless others that asked for them still run."""
+        for granted in _granted(outcomes):
+            kept = self._kept.get(granted.wish_key)
+            if kept is None:
+                continue
+            kept.num_running -= 1
+            if kept.num_running > 0:
+                continue
+            pin = find_pin(self._cache, kept.pin_id)
+            if pin is None or pin.num_pinned_tokens == 0:
+                self._unpin(kept.pin_id)
+                del self._kept[granted.wish_key]
+
+    def _unpin(self, pin_id: str) -> None:
+        with contextlib.suppress(UnknownPin):
+            self._cache.unpin(pin_id)
 
     def describe(self, outcomes: Sequence[Outcome]) -> str:
-        """Outcomes as text for a header, each `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.
+        """Outcomes that are kept as text for a header, each `status=held; id=…; num_tokens=…; num_pinned_tokens=…`.
 
         Status: `held`, `partial` (not all of it is held), `pending` (nothing is computed yet; it takes effect as it
-        comes), `too_short` (less than a block), `refused` (with the quota's numbers), `expired`.
+        comes), `too_short` (less than a block), `refused` (over the quota), `expired`.
         """
         return ", ".join(self._describe(outcome) for outcome in outcomes)
 
@@ -95,12 +145,17 @@ class RequestPins:
         if isinstance(outcome, PinQuotaExceeded):
             needed = f"needed_blocks={outcome.needed_blocks}; available_blocks={outcome.available_blocks}"
             return f"status=refused; {needed}; quota_blocks={outcome.quota_blocks}"
-        pin = next((pin for pin in self._cache.pins() if pin.id == outcome.pin_id), None)
+        kept = self._kept.get(outcome.wish_key)
+        pin = find_pin(self._cache, kept.pin_id) if kept else None
         if pin is None:
             return f"status=expired; id={outcome.pin_id}"
         block_tokens = self._cache.config.block_tokens
         wanted = pin.num_tokens // block_tokens * block_tokens
         status = "held" if wanted else "too_short"
         if pin.num_pinned_tokens < wanted:
-            status = "partial" if pin.num_pinned_tokens or pin.is_limited else "pending"
+            status = "partial" if pin.num_pinned_tokens else "refused" if pin.is_limited else "pending"
         return f"status={status}; id={pin.id}; num_tokens={pin.num_tokens}; num_pinned_tokens={pin.num_pinned_tokens}"
+
+
+def _granted(outcomes: Sequence[Outcome]) -> list[GrantedPin]:
+    return [outcome for outcome in outcomes if isinstance(outcome, GrantedPin)]

@@ -59,6 +59,7 @@ def parse_duration(value: object) -> float:
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema({"type": ["string", "number"]})]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prompts = Annotated[list[str | list[int]], WithJsonSchema({"type": ["string", "array"]})]
 RequestIdText = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
 RequestIdHeader = Annotated[RequestIdText | None, Header(alias="x-request-id")]
@@ -106,7 +107,7 @@ class GenerationBody(BaseModel):
     they would change the answer.
 
     Own fields: `request_id` (the engine's id of the request), `cache_salt` (only requests of the same salt share),
-    `prompt_cache_key` (a label of the client's; changes nothing here), `prompt_cache_retention` (asks for a pin of the
+    `prompt_cache_key` (a label of the pins that the request asks for), `prompt_cache_retention` (asks for a pin of the
     prompt), `reuse` (false: neither match nor store), `top_k`, `repetition_penalty`, `ignore_eos`.
     """
 
@@ -223,20 +224,54 @@ class PromptBody(BaseModel):
 
 
 class PinBody(PromptBody):
-    """A pin to make, of a prompt or of a request that ran (`request_id`).
+    """A pin to make, of a prompt or of what a live or finished request has computed (`request_id`).
 
+    `part` (of a request): all of it, or its prompt without the answer; `last_token`: the first so many tokens only.
     `partial` grants what fits under the quota; `wait` computes the prompt first; `refresh` counts `ttl_seconds` anew at
-    each use.
+    each use, at most until `max_ttl_seconds` after the pin was made.
     """
 
     request_id: str | None = None
+    part: Literal["all", "prompt"] = "all"
+    last_token: int | None = Field(default=None, ge=1)
     owner: str = ""
+    labels: dict[str, str] = Field(default={}, max_length=64)
     level: Literal["hard", "soft"] = "hard"
-    priority: int = 0
-    ttl_seconds: float | None = Field(default=None, gt=0)
+    priority: int = Field(default=0, gt=-(2**31), lt=2**31)
+    ttl_seconds: PositiveSeconds | None = None
+    max_ttl_seconds: PositiveSeconds | None = None
     refresh: bool = False
     partial: bool = False
     wait: bool = False
+
+
+class QuotaBody(BaseModel):
+    """Share of all blocks that pins may hold: in all, or those of one namespace. It is named as pins show it, or by its
+    `cache_salt`; a key with a namespace of its own means that."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    share: float = Field(ge=0, le=1)
+    namespace: str | None = None
+    cache_salt: str | None = None
+
+
+class AutoRuleBody(BaseModel):
+    """Which prefixes may be pinned automatically: longer ones than that, or more often asked for; null: no such."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    min_tokens: int | None = Field(default=None, ge=0)
+    min_requests_per_second: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
+class AutoPinBody(AutoRuleBody):
+    """How to pin automatically; what is not given stays as it is. `namespaces`: those with rules of their own, by the
+    names that pins show; null: nothing is pinned there."""
+
+    mode: Literal["on", "off", "dry-run"] | None = None
+    rate_window_seconds: PositiveSeconds = 1.0
+    namespaces: dict[str, AutoRuleBody | None] = {}
 
 
 class ClearBody(BaseModel):

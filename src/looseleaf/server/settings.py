@@ -24,7 +24,7 @@ class ServerSettings:
     `admin_key`: needed for pins, warming, clearing and resizing where set. `api_keys`: with any, every `/v1` route
     needs one. `chat_output_tokens`: most tokens of a chat answer that names no limit. `max_choices`: choices
     of one request, over all of its prompts. `request_pins`: whether requests may ask for a pin
-    (`prompt_cache_retention`, `cache_control`). `max_request_pin_seconds`: longest life of such a pin.
+    (`prompt_cache_retention`, `cache_control`). `max_request_pin_seconds`: longest time to live of such a pin.
     """
 
     admin_key: str | None = None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
-from looseleaf.core.pin_record import Pin
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ COUNTERS = (
     ),
     CacheSample("num_expired_pins", "looseleaf_expired_pins", "Pins that ran out."),
     CacheSample("num_refused_pins", "looseleaf_refused_pins", "Pins that the quota did not allow."),
+    CacheSample("num_lapsed_pins", "looseleaf_lapsed_pins", "Automatic pins that ended because they did not pay."),
 )
 
 GAUGES = (
@@ -78,11 +77,11 @@ GAUGES = (
 )
 
 FIELDS_FROM_PINS = ("num_pins",)
-"""Fields of `stats()` that are exported from `pins()` instead, by owner and level."""
+"""Fields of `stats()` that `PinCollector` exports, by owner and level."""
 
 
 class CacheCollector(Collector):
-    """Turns `stats()` and `pins()` into metric families at each scrape. Keeps no state of its own."""
+    """Turns `stats()` into metric families at each scrape. Keeps no state of its own."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
@@ -99,19 +98,6 @@ class CacheCollector(Collector):
             family = families.setdefault(sample.metric, family)
             family.add_metric(values, float(getattr(stats, sample.field)))
         yield from families.values()
-        yield from self._pins()
-
-    def _pins(self) -> Iterator[Metric]:
-        by_owner = ["owner", "level"]
-        num_pins = GaugeMetricFamily("looseleaf_pins", "Live pins by owner and level.", labels=by_owner)
-        help_of_tokens = "Tokens that pins hold, by owner and level; overlaps count for each."
-        num_tokens = GaugeMetricFamily("looseleaf_pinned_tokens", help_of_tokens, labels=by_owner)
-        pins = sorted(self._cache.pins(), key=_owner_and_level)
-        for key, group in groupby(pins, key=_owner_and_level):
-            tokens = [pin.num_pinned_tokens for pin in group]
-            num_pins.add_metric(key, len(tokens))
-            num_tokens.add_metric(key, sum(tokens))
-        yield from (num_pins, num_tokens)
 
 
 class FragmentationCollector(Collector):
@@ -144,7 +130,3 @@ class FragmentationCollector(Collector):
             blocks.add_metric([group.name, "active"], group.held_blocks)
             blocks.add_metric([group.name, "cached"], group.cached_blocks)
         yield from (runs, waste, blocks)
-
-
-def _owner_and_level(pin: Pin) -> list[str]:
-    return [pin.owner, pin.level]

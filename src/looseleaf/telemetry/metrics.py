@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.telemetry.cache_collector import CacheCollector, FragmentationCollector
+from looseleaf.telemetry.pin_collector import PinCollector
 from looseleaf.telemetry.vllm_names import VllmNames
 
 SECONDS_BUCKETS = (
@@ -74,7 +75,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._load = _LoadCollector()
         asked: list[Collector] = [CacheCollector(cache), self._load]
-        for source in (*asked, FragmentationCollector(cache)):
+        for source in (*asked, PinCollector(cache), FragmentationCollector(cache)):
             self.registry.register(source)
         seconds, counter = self._seconds, self._counter
         self._first_token = seconds("time_to_first_token", "From arrival of a request to its first token.")

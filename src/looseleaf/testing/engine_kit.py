@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from typing import Any
 
@@ -43,7 +44,7 @@ class EngineKit:
     """Cache, fake runner, fake tokenizer and engine, wired; keeps every delta.
 
     `num_blocks` blocks of `block_tokens` tokens, in pages of `blocks_per_page`, for the lanes of `groups`.
-    `runner_settings` go to `FakeRunner`.
+    `clock`: the cache's. `runner_settings` go to `FakeRunner`.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class EngineKit:
         pin_quota: float = 1.0,
         groups: tuple[LayerGroup, ...] = (LayerGroup("full"),),
         config: EngineConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **runner_settings: Any,
     ) -> None:
         num_pages, page_tokens = num_blocks // blocks_per_page, block_tokens * blocks_per_page
         plan = CacheConfig(num_pages, page_tokens, block_tokens, pin_quota=pin_quota, groups=groups)
-        self.cache = CacheManager(plan)
+        self.cache = CacheManager(plan, clock=clock)
         self.namespaces: dict[str, str] = defaultdict(str)
         self.runner = FakeRunner(
             num_blocks,

@@ -19,7 +19,7 @@ from looseleaf.core.config import LayerGroup
 from looseleaf.core.moving import ResizeResult
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
-from looseleaf.errors import CapacityError, OutOfBlocks, PromptTooLong
+from looseleaf.errors import CapacityError, OutOfBlocks, PromptTooLong, UnknownRequest
 from looseleaf.testing.engine_kit import EngineKit
 
 _MAX_TOKENS = st.sampled_from((0, 1, 2, 5, 12, 25, 40))
@@ -176,15 +176,22 @@ class EngineMachine(RuleBasedStateMachine):
             self.has_failed = True
             self.kit.runner.fail_next()
 
-    @rule(target=pins, name=running_ids, level=st.sampled_from(("hard", "soft")))
-    def pin(self, name: str, level: str) -> Any:
-        """Pin a request's prompt, whatever of it is there."""
+    @rule(
+        target=pins,
+        name=running_ids,
+        level=st.sampled_from(("hard", "soft")),
+        part=st.sampled_from((None, "prompt", "all")),
+    )
+    def pin(self, name: str, level: str, part: str | None) -> Any:
+        """Pin a request's prompt, whatever of it is there, or what it has computed, if it has begun."""
         request = self.requests[name]
+        whose: dict[str, Any] = {"tokens": request.prompt_tokens, "namespace": request.namespace}
+        if part is not None:
+            whose = {"request_id": name, "part": part}
         try:
-            return self.kit.cache.pin(
-                tokens=request.prompt_tokens, namespace=request.namespace, level=level, partial=True
-            ).id
-        except CapacityError:
+            return self.kit.cache.pin(**whose, level=level, partial=True).id
+        except UnknownRequest:
+            assert part is not None
             return multiple()
 
     @rule(pin_id=consumes(pins))

@@ -5,25 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.config import CacheConfig, LayerGroup
-from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
-from looseleaf.core.pin_record import Pin
 from looseleaf.core.stats import CacheStats
-from looseleaf.errors import (
-    CommitBeyondReserved,
-    DuplicateRequest,
-    LeaseClosed,
-    OutOfBlocks,
-    PinQuotaExceeded,
-    ResizeRefused,
-    UnknownPin,
-    UnknownRequest,
-)
-from looseleaf.testing.clock import ManualClock
+from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, OutOfBlocks, ResizeRefused
 from looseleaf.testing.mirror import EventMirror
+from looseleaf.testing.pin_machine import NAMESPACES, SHARES, PinRules
 from looseleaf.testing.stamps import StampMemory
 
 # Few different beginnings and long runs of one token, so that prompts share, diverge inside edges and fill pools.
@@ -36,7 +26,6 @@ PROMPTS = st.one_of(
         st.lists(st.integers(0, 2), max_size=4),
     ),
 )
-NAMESPACES = st.sampled_from(["", "", "", "a"])
 FULL, FULL_2 = LayerGroup("full"), LayerGroup("full", num_lanes=2)
 GROUPS = (
     (FULL,),
@@ -46,28 +35,28 @@ GROUPS = (
     (LayerGroup("window", window_tokens=6),),
     (LayerGroup("chunked", chunk_tokens=8, num_lanes=2), FULL),
 )
+AUTO_PIN = AutoPinConfig(AutoPinRule(min_tokens=1, min_requests_per_second=None))
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(PinRules):
     """Random sequences of every public call. After each: all invariants, every committed slot, every hard pin."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases: list[Lease] = []
-        self.pins: dict[str, Pin] = {}
         self.seen: list[list[int]] = []
         self.num_requests = 0
-        self.clock = ManualClock()
 
     @initialize(
         num_pages=st.integers(1, 4),
         blocks_per_page=st.sampled_from([1, 4, 8]),
         block_tokens=st.sampled_from([1, 2, 4]),
         policy=st.sampled_from(["lru", "fifo", "lfu"]),
-        pin_quota=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+        pin_quota=SHARES,
+        namespace_pin_quotas=st.dictionaries(NAMESPACES, SHARES, max_size=2),
         reserve_pages=st.sampled_from([0, 1]),
         groups=st.sampled_from([(FULL,), *GROUPS]),
+        auto_pin=st.sampled_from([None, None, AUTO_PIN, replace(AUTO_PIN, dry_run=True)]),
     )
     def make(
         self,
@@ -76,8 +65,10 @@ class ManagerMachine(RuleBasedStateMachine):
         block_tokens: int,
         policy: str,
         pin_quota: float,
+        namespace_pin_quotas: dict[str, float],
         reserve_pages: int,
         groups: tuple[LayerGroup, ...],
+        auto_pin: AutoPinConfig | None,
     ) -> None:
         """An empty cache of any shape."""
         self.groups = groups
@@ -88,9 +79,11 @@ class ManagerMachine(RuleBasedStateMachine):
             block_tokens=block_tokens,
             policy=policy,
             pin_quota=pin_quota,
+            namespace_pin_quotas=namespace_pin_quotas,
             reserve_pages=reserve_pages,
             groups=groups,
             num_known_requests=5,
+            auto_pin=auto_pin,
         )
         self.mirror = EventMirror(block_tokens, groups)
         self.cache = CacheManager(config, clock=self.clock, on_event=self.mirror.on_event)
@@ -281,76 +274,6 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         raise AssertionError("a live id was taken twice")
 
-    # --- pins -----------------------------------------------------------------------------------------------------
-
-    @rule(
-        data=st.data(),
-        namespace=NAMESPACES,
-        level=st.sampled_from(["hard", "soft"]),
-        priority=st.integers(0, 2),
-        ttl_seconds=st.sampled_from([None, None, 5.0]),
-        refresh=st.booleans(),
-        partial=st.booleans(),
-    )
-    def pin(
-        self,
-        data: st.DataObject,
-        namespace: str,
-        level: str,
-        priority: int,
-        ttl_seconds: float | None,
-        refresh: bool,
-        partial: bool,
-    ) -> None:
-        """A pin holds whole blocks within the quota, or is refused and nothing changes."""
-        prompt = self._prompt(data)
-        stats = self.cache.stats()
-        try:
-            pin = self.cache.pin(
-                prompt,
-                namespace=namespace,
-                level=level,
-                priority=priority,
-                ttl_seconds=ttl_seconds,
-                refresh=refresh,
-                partial=partial,
-            )
-        except PinQuotaExceeded as error:
-            assert level == "hard"
-            assert not partial
-            assert error.needed_blocks > error.available_blocks
-            assert self.cache.stats().pinned_blocks == stats.pinned_blocks
-            return
-        assert pin.num_tokens == len(prompt)
-        self.pins[pin.id] = pin
-
-    @rule(number=st.integers(1, 40))
-    def pin_request(self, number: int) -> None:
-        """A live or finished request can be pinned by its id."""
-        try:
-            pin = self.cache.pin(request_id=f"r{number}", cache_type="kv", partial=True)
-        except UnknownRequest:
-            assert all(lease.request_id != f"r{number}" for lease in self.leases)
-            return
-        self.pins[pin.id] = pin
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        """A pin is undone once."""
-        pin = self.pins.pop(data.draw(st.sampled_from(sorted(self.pins))))
-        self.cache.unpin(pin.id)
-        try:
-            self.cache.unpin(pin.id)
-        except UnknownPin:
-            return
-        raise AssertionError("unpinned twice")
-
-    @rule(seconds=st.sampled_from([1.0, 6.0]))
-    def pass_time(self, seconds: float) -> None:
-        """Pins expire without anybody calling for it."""
-        self.clock.advance(seconds)
-
     # --- upkeep ---------------------------------------------------------------------------------------------------
 
     @rule()
@@ -371,6 +294,9 @@ class ManagerMachine(RuleBasedStateMachine):
         left = [key for key in self.mirror.blocks if namespace is None or key[0] == namespace]
         if include_pins:
             assert not left
+            for pin_id, known in list(self.pins.items()):
+                if namespace in (None, known.latest.namespace):
+                    self._ended(pin_id, "unpinned")
         assert len(left) <= after.pinned_blocks or after.pinned_blocks
 
     @precondition(lambda self: self.num_requests % 4 == 3)
@@ -423,12 +349,5 @@ class ManagerMachine(RuleBasedStateMachine):
         assert stats.stored_tokens == self.mirror.num_stored_tokens
         assert stats.evicted_tokens == self.mirror.num_removed_tokens["evicted"]
         assert stats.slid_out_blocks == self.mirror.num_removed_alone
-        live = {pin.id: pin for pin in self.cache.pins()}
-        for pin_id, pin in list(self.pins.items()):
-            now = live.get(pin_id)
-            if now is None:
-                del self.pins[pin_id]  # expired, or cleared with the pins
-            elif pin.level == "hard":
-                assert now.num_pinned_tokens >= pin.num_pinned_tokens, "a hard pin lost tokens"
-                self.pins[pin_id] = now
+        self.check_pins()
         self.before = stats

@@ -51,7 +51,7 @@ async def get_metrics(request: Request, context: Context) -> Response:
 
 @router.get("/dashboard", response_class=HTMLResponse)
 async def get_dashboard() -> HTMLResponse:
-    """The page; it asks `/v1/cache/stats`, `/v1/pins`, `/health` and `/metrics` every two seconds."""
+    """The page; it asks for statistics, pins and their quota, health and metrics every two seconds."""
     return HTMLResponse(_page(), headers={"content-security-policy": _POLICY})
 
 
