@@ -6,6 +6,7 @@ import pytest
 
 from looseleaf import CacheManager, LayerGroup, PinQuotaExceeded
 from looseleaf.core.tokens import pack_tokens
+from looseleaf.testing.clock import ManualClock
 from tests.core.conftest import MakeCache, run, start, tokens
 
 
@@ -89,19 +90,19 @@ def test_pins_that_are_alike_count_for_themselves(make: MakeCache) -> None:
     assert cache.stats().pinned_blocks == 0
 
 
-def test_pins_that_are_alike_end_each_at_its_time(make: MakeCache, clock: object) -> None:
+def test_pins_that_are_alike_end_each_at_its_time(make: MakeCache, clock: ManualClock) -> None:
     """Of pins that are alike each has its own time to live, refreshed or not; the last one to end sets free."""
     cache = make(16, pin_quota=1.0)
     run(cache, tokens(1, 16))
     for ttl_seconds, refresh in ((5, False), (7, True), (9, False)):
         cache.pin(tokens(1, 16), ttl_seconds=ttl_seconds, refresh=refresh)
-    clock.advance(4)  # type: ignore[attr-defined]
+    clock.advance(4)
     run(cache, tokens(1, 17))
     assert [pin.expires_at for pin in cache.pins()] == [5, 11, 9]
     cache.pin(tokens(1, 16), ttl_seconds=1, refresh=True)  # that use was before it
     assert cache.pins()[-1].expires_at == 5
     for seconds, left in ((1, 2), (4, 1), (2, 0)):
-        clock.advance(seconds)  # type: ignore[attr-defined]
+        clock.advance(seconds)
         assert len(cache.pins()) == left
         assert cache.stats().pinned_blocks == (4 if left else 0)
 
@@ -156,3 +157,53 @@ def test_a_namespace_lives_while_pins_wait_in_it(make: MakeCache) -> None:
     for number in range(20):
         cache.unpin(cache.pin(tokens(1, 8), namespace=f"n{number}").id)
     assert cache.stats().num_namespaces == 0
+
+
+def test_automatic_pins_on_one_prefix_keep_what_costs_nothing(make: MakeCache) -> None:
+    """Of two automatic pins on one prefix, both of which gave way, each holds what the other still holds."""
+    cache = make(40, pin_quota=0.1)
+    run(cache, tokens(1, 16))
+    run(cache, tokens(2, 8))
+    pin_automatically(cache, tokens(1, 16))
+    pin_automatically(cache, tokens(1, 12))
+    cache.pin(tokens(2, 8), level="soft")
+    assert held(cache) == [8, 8, 8]
+
+
+def test_an_explicit_pin_on_the_path_of_an_automatic_one(make: MakeCache) -> None:
+    """An explicit soft pin that goes on behind an automatic one takes all of the quota for both."""
+    cache = make(40, pin_quota=0.1)
+    run(cache, tokens(1, 24))
+    pin_automatically(cache, tokens(1, 16))
+    pin = cache.pin(tokens(1, 24), level="soft")
+    assert (held(cache), cache.stats().pinned_blocks) == ([16, 16], 4)
+    assert pin.is_limited
+    cache.set_pin_quota(0.15)
+    assert (held(cache), cache.stats().pinned_blocks) == ([16, 24], 6)
+
+
+@pytest.mark.parametrize("level", ["hard", "soft"])
+def test_a_pin_follows_a_window_within_its_quota(make: MakeCache, level: str) -> None:
+    """A pin whose group slides gives back what slid out as it goes on: the quota of one window lets it follow to the
+    end."""
+    cache = make(20, pin_quota=0.1, groups=(LayerGroup("window", window_tokens=8),))
+    cache.pin(tokens(1, 24), level=level)
+    with cache.lease(tokens(1, 24)) as lease:
+        for end in range(4, 25, 4):
+            lease.reserve(end)
+            lease.commit(end)
+            assert held(cache) == [end]
+    assert cache.stats().pinned_blocks == 2
+    assert cache.match([*tokens(1, 24), 0]).num_tokens == 24
+
+
+def test_the_other_pin_is_still_refreshed(make: MakeCache, clock: ManualClock) -> None:
+    """One refreshed pin that ends takes nothing from another."""
+    cache = make(16, pin_quota=1.0)
+    run(cache, tokens(1, 17))
+    first = cache.pin(tokens(1, 17), ttl_seconds=10, refresh=True)
+    cache.pin(tokens(1, 12), ttl_seconds=10, refresh=True)
+    cache.unpin(first.id)
+    clock.advance(5)
+    run(cache, tokens(1, 17))
+    assert [pin.expires_at for pin in cache.pins()] == [15]

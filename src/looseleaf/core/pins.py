@@ -78,8 +78,8 @@ class PinBook:
 
     def snapshot(self, record: PinRecord) -> Pin:
         """What callers see of a pin."""
+        expires_at = self._expiry(record)  # brings the hold's figures up to date
         hold, node = record.hold, record.node
-        self._settle(hold)
         num_hits = hold.num_hits - record.hits_before
         return Pin(
             id=record.id,
@@ -94,7 +94,7 @@ class PinBook:
             num_blocks=self.marks.held_blocks(hold),
             labels=dict(record.labels),
             created_at=record.created_at,
-            expires_at=self._expiry(record),
+            expires_at=expires_at,
             last_used_at=hold.hit_at if num_hits else None,
             refresh=record.refresh,
             is_limited=hold.number in self.limited.holds,
