@@ -144,7 +144,6 @@ def test_no_path_honours_an_expired_pin(
     assert cache.stats().num_expired_pins == 1
 
 
-@pytest.mark.xfail(reason="`release_gains` does not look at expiry", strict=True)
 def test_gains_do_not_honour_an_expired_pin(make: MakeCache, clock: ManualClock) -> None:
     """[P64] What a release would give counts blocks whose pin is over, in the batch call too."""
     cache = make(10, pin_quota=0.6)
@@ -351,7 +350,6 @@ def test_two_unpins_at_once(make: MakeCache) -> None:
     assert cache.stats().pinned_blocks == 0
 
 
-@pytest.mark.xfail(reason="`set_pin_quota` reads the configuration before it has the lock", strict=True)
 def test_a_quota_set_while_the_pool_is_resized(make: MakeCache) -> None:
     """A quota that is set while another thread resizes the pool is a share of the pool that is there then."""
     cache = make(32)
@@ -364,7 +362,6 @@ def test_a_quota_set_while_the_pool_is_resized(make: MakeCache) -> None:
     assert (cache.plan.num_pages, cache.config.num_pages, cache.stats().quota_blocks) == (8, 8, 4)
 
 
-@pytest.mark.xfail(reason="look-ups of requests that come back are counted as hits of pins", strict=True)
 def test_a_request_that_comes_back_is_no_new_hit(make: MakeCache) -> None:
     """A preempted request's second look-up stays out of a pin's figures, as it does of the statistics."""
     cache = make(16, pin_quota=1.0)

@@ -3,8 +3,11 @@
 A look-up tells which prefixes are used again, and when (`Habits`); evictions and what returns after them tell how long
 blocks live without use and what the next victims are worth (`Pressure`). A prefix that its rule allows is pinned if the
 uses that the pin would save, by block and second, are worth `HYSTERESIS` times the victims, and lapses when they are
-worth less than these. What pins gained, and what others missed since pins took their place, is measured, and while
-others miss more, victims count for more (`caution`).
+worth less than these.
+
+What pins gain, and what others lose since pins take their place, is measured. Pins are tried on paper first: the uses
+that they would have saved against those that would have been lost in a smaller cache. They become real once they gain,
+and go back to paper when they lose; each time that happens they must gain twice as much on paper before the next try.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.forgotten import EvictedRun
 from looseleaf.core.habits import Habit, Habits
@@ -20,7 +25,7 @@ from looseleaf.core.pin_record import AUTOMATIC
 from looseleaf.core.pins import PinBook
 from looseleaf.core.pressure import Pressure
 from looseleaf.core.tokens import TOKEN_BYTES
-from looseleaf.core.tree import Node
+from looseleaf.core.tree import ABSENT, Node
 from looseleaf.ids import Int64Array, Namespace
 
 MIN_USES = 3
@@ -28,10 +33,16 @@ MIN_USES = 3
 
 HYSTERESIS = 2.0
 MAX_PINS = 1024
-MAX_CAUTION = 64.0
 
-REVIEW_LOOKUPS = 8
-"""Look-ups between two reviews of all automatic pins."""
+TRIAL_SHARE = 1 / 64
+"""Pins become real when they have gained so many blocks on paper, as a share of the pool, and go back to paper when
+they have lost as many."""
+
+MAX_TRIALS = 1024
+"""Most times that share which they must gain on paper, when trials have failed."""
+
+REVIEWED_PINS = 8
+"""Automatic pins that are reviewed at each look-up, on average; all at once, when it is time."""
 
 GRID_TOKENS = 256
 """New prompts are remembered at multiples of this length, of an eighth of their length when they are long."""
@@ -54,13 +65,24 @@ class AutoPinCandidate:
     is_pinned: bool
 
 
+@dataclass
+class _AutoPin:
+    """`pin_id`: empty while it is on paper. `num_own_blocks`: those behind the next shorter pin."""
+
+    pin_id: str
+    num_own_blocks: int
+
+
 @dataclass(frozen=True)
 class AutoPinReport:
-    """What automatic pinning does. `dry_run`: the pins are only thought of. `is_paused`: pins cost more than they gave,
-    and none is made for the time being. `num_made`, `num_lapsed`: pins ever made, and ended since they paid no more.
-    `gained_tokens`: found thanks to pins, where plain eviction would have lost them. `lost_tokens`: estimate of what
-    others would have found in the memory that pins held. `victim_worth`: tokens that the next victims save, by block
-    and second. `age_seconds`: how long blocks live without use, None before the first eviction."""
+    """What automatic pinning does.
+
+    `dry_run`: pins stay on paper. `is_paused`: they are on paper since they have not gained enough there yet.
+    `num_made`, `num_lapsed`: pins ever made, and ended since they paid no more. `gained_tokens`: found thanks to pins
+    (dry run: that would have been), where plain eviction would have lost them. `lost_tokens`: estimate of what others
+    would have found in the memory that pins held. `victim_worth`: tokens that the next victims save, by block and
+    second. `age_seconds`: how long blocks live without use, None before the first eviction.
+    """
 
     is_on: bool
     dry_run: bool
@@ -84,7 +106,8 @@ NOTHING = AutoPinReport(False, False, False, 0, 0, 0, 0, 0, 0, 0.0, None, ())
 class LookUp:
     """What a look-up found. The nodes of `path` hold the hit, they end at the chain keys `path_keys` and were last used
     at `path_used_at`; `rest_keys` [n] are those of the whole blocks behind it, the first of which `run` finds
-    evicted. `data`: the prompt's tokens, packed."""
+    evicted; the first `num_known_blocks` of the prompt are stored, but perhaps not in all groups. `data`: the prompt's
+    tokens, packed."""
 
     namespace: Namespace
     data: bytes
@@ -93,6 +116,7 @@ class LookUp:
     path_used_at: Sequence[float]
     rest_keys: Int64Array
     run: EvictedRun
+    num_known_blocks: int
     at_seconds: float
 
 
@@ -106,6 +130,7 @@ class AutoPinner:
         self,
         config: AutoPinConfig,
         block_tokens: int,
+        num_lanes: int,
         pressure: Pressure,
         book: PinBook,
         pin: Callable[[Namespace, bytes], str],
@@ -114,15 +139,18 @@ class AutoPinner:
         self._block_tokens = block_tokens
         self._pressure = pressure
         self._book = book
+        self._num_lanes = num_lanes
         self._pin = pin
         self._habits = Habits()
-        self._pinned: dict[int, str] = {}  # ids by chain key; empty ids in a dry run
+        self._pinned: dict[int, _AutoPin] = {}  # by chain key
         self._overdue: set[int] = set()  # nodes whose pin lapsed when eviction would have taken them already
         self._idle_blocks = 0  # pinned blocks that eviction would have taken
-        self._num_lookups = self._num_made = self._num_lapsed = 0
+        self._num_since_review = self._num_made = self._num_lapsed = 0
         self._gained_blocks = self._lost_blocks = 0
+        self._is_paper = True
         self._recent_gain = 0.0
-        self._caution = 1.0
+        self._mean_event = 0.0
+        self._num_trials = 2
 
     # --- learning -------------------------------------------------------------------------------------------------
 
@@ -134,28 +162,33 @@ class AutoPinner:
         return not was_overdue
 
     def on_lookup(self, found: LookUp) -> None:
-        """A request has looked its prompt up. O(blocks of the prompt + automatic pins / `REVIEW_LOOKUPS`)."""
+        """A request has looked its prompt up. O(blocks of the prompt + `REVIEWED_PINS`)."""
         now = found.at_seconds
-        num_lost = self._pressure.on_returned(found.run.evicted_counts, self._idle_blocks, now)
-        self._weigh(-num_lost)
-        used = [*self._uses_of_hit(found), *self._uses_behind(found)]
+        sizes = [self._num_blocks_of(node) for node in found.path]
+        self._pressure.on_hit(found.path_used_at, sizes, now)
+        if self._is_paper:
+            self._weigh(-self._pressure.num_near_tail(found.path_used_at, sizes, self._idle_blocks))
+        else:
+            self._weigh(-self._pressure.num_kept(found.run.evicted_counts, self._idle_blocks))
+        used = [*self._uses_of_hit(found, sizes), *self._uses_behind(found)]
         rule = self.config.rule_of(found.namespace)
         if rule is not None:
             self._consider(used, rule, found.data, now)
-        self._num_lookups += 1
-        if self._num_lookups % REVIEW_LOOKUPS == 0:
+        self._num_since_review += REVIEWED_PINS
+        if self._num_since_review >= len(self._pinned):
+            self._num_since_review = 0
             self._count_idle()
             self._review(now)
 
-    def _uses_of_hit(self, found: LookUp) -> list[tuple[int, Habit]]:
+    def _uses_of_hit(self, found: LookUp, sizes: Sequence[int]) -> list[tuple[int, Habit]]:
         """Habits of the prefixes that end with a node of the hit."""
-        frontier = self._pressure.frontier(self._idle_blocks)
+        frontier = self._frontier()
         used = []
-        for node, key, used_at in zip(found.path, found.path_keys, found.path_used_at, strict=True):
+        for node, size, key, used_at in zip(found.path, sizes, found.path_keys, found.path_used_at, strict=True):
             self._overdue.discard(node.id)
             is_lost = used_at < frontier
             if is_lost and AUTOMATIC in node.soft_priorities:
-                self._weigh(node.num_blocks)
+                self._weigh(size)
             used.append((key, self._use_again(key, found, node.end, used_at, is_lost)))
         return used
 
@@ -164,14 +197,15 @@ class AutoPinner:
         used = []
         keys = found.rest_keys.tolist()
         start = found.path[-1].end if found.path else 0
-        gone_since = min(found.at_seconds, self._pressure.frontier())
-        for row, key in enumerate(keys):
-            is_end_of_run = row + 1 == len(found.run.keys)
-            if is_end_of_run or self._habits.knows(key):
-                used.append((key, self._use_again(key, found, start + row + 1, gone_since, True)))
-        if self.config.dry_run:
+        frontier = self._pressure.frontier()
+        gone_since = frontier if math.isfinite(frontier) else found.at_seconds
+        ends = (start + len(found.run.keys), found.num_known_blocks)
+        for end, key in enumerate(keys, start + 1):
+            if end in ends or self._habits.knows(key):
+                used.append((key, self._use_again(key, found, end, gone_since, True)))
+        if self._is_paper:
             saved = [habit.num_blocks for key, habit in used if key in self._pinned]
-            self._weigh(max(saved, default=start) - start)
+            self._weigh((max(saved, default=start) - start) * self._num_lanes)
         rule = self.config.rule_of(found.namespace)
         if rule is not None and rule.min_tokens is not None:
             for end in _grid(max(start, rule.min_tokens // self._block_tokens), start + len(keys), self._block_tokens):
@@ -186,29 +220,40 @@ class AutoPinner:
         )
 
     def _weigh(self, num_blocks: int) -> None:
-        """So many blocks were found thanks to pins, or, negative, lost to others."""
-        self._recent_gain += num_blocks
-        if num_blocks > 0:
-            self._gained_blocks += num_blocks
-        else:
-            self._lost_blocks -= num_blocks
+        """So many blocks were found thanks to pins, real or on paper, or, negative, lost to others."""
+        if num_blocks:
+            self._recent_gain += num_blocks
+            self._mean_event += (abs(num_blocks) - self._mean_event) / 16
+        if not self._is_paper or self.config.dry_run:
+            self._gained_blocks += max(0, num_blocks)
+            self._lost_blocks += max(0, -num_blocks)
+
+    def _num_blocks_of(self, node: Node) -> int:
+        """Blocks of a node in all lanes."""
+        return node.num_blocks if self._num_lanes == 1 else int(np.count_nonzero(node.blocks != ABSENT))
+
+    def _frontier(self) -> float:
+        """What was used before this time would be gone if nothing were pinned by itself."""
+        return self._pressure.frontier(0 if self._is_paper else self._idle_blocks)
 
     # --- making and ending ----------------------------------------------------------------------------------------
 
     def _consider(self, used: list[tuple[int, Habit]], rule: AutoPinRule, data: bytes, now: float) -> None:
-        """Pin the longest of the prefixes just used that is worth it, unless a pin of it, or of a longer one, is
-        there."""
-        price = HYSTERESIS * self._caution * self._pressure.price(now)
-        for key, habit in reversed(used):
-            if key in self._pinned:
+        """Pin the longest of the prefixes just used that is worth it."""
+        price = HYSTERESIS * self._pressure.price(now)
+        for row, (key, habit) in reversed(list(enumerate(used))):
+            pinned = self._pinned.get(key)
+            if pinned is not None and (pinned.pin_id or self._is_paper):
                 return
             if habit.num_uses < MIN_USES or not self._allows(rule, habit):
                 continue
-            worth = self._habits.worth(habit, self._age_seconds(now), now)
+            worth = self._habits.worth(habit, now - self._frontier(), now)
             if worth > price and self._make_room(habit.num_blocks, worth, now):
-                self._num_made += 1
+                above = max((other.num_blocks for key, other in used[:row] if key in self._pinned), default=0)
                 packed = data[: habit.num_blocks * self._block_tokens * TOKEN_BYTES]
-                self._pinned[key] = "" if self.config.dry_run else self._pin(habit.namespace, packed)
+                pin_id = "" if self._is_paper else self._pin(habit.namespace, packed)
+                self._num_made += pinned is None
+                self._pinned[key] = _AutoPin(pin_id, (habit.num_blocks - above) * self._num_lanes)
                 return
 
     def _allows(self, rule: AutoPinRule, habit: Habit) -> bool:
@@ -218,72 +263,86 @@ class AutoPinner:
         return is_long or habit.is_frequent
 
     def _make_room(self, num_blocks: int, worth: float, now: float) -> bool:
-        """Have `num_blocks` blocks of quota, ending pins that are worth much less."""
-        if self.config.dry_run:
-            return len(self._pinned) < MAX_PINS
-        if self._book.quota_left() >= num_blocks and len(self._pinned) < MAX_PINS:
+        """Have room for a pin of `num_blocks` blocks, ending some that are worth much less."""
+        needed = self._book.marks.num_blocks_at(num_blocks)
+        if needed <= self._quota_left() and len(self._pinned) < MAX_PINS:
             return True
-        age = self._age_seconds(now)
+        age = now - self._frontier()
         worths = {key: self._worth_of(key, age, now) for key in self._pinned}
         for key in sorted(worths, key=worths.__getitem__):
             if worths[key] * HYSTERESIS > worth:
                 return False
             self._end(key)
-            if self._book.quota_left() >= num_blocks:
+            if needed <= self._quota_left():
                 return True
         return False
 
+    def _quota_left(self) -> int:
+        on_paper = sum(pin.num_own_blocks for pin in self._pinned.values()) if self._is_paper else 0
+        return self._book.quota_left() - on_paper
+
     def _review(self, now: float) -> None:
-        """End pins that do not pay any more; while all together cost more than they give, be more careful."""
-        self._recent_gain *= 0.995
-        change = 1.1 if self._recent_gain < 0 else 0.995
-        self._caution = min(MAX_CAUTION, max(1.0, self._caution * change))
-        age, price = self._age_seconds(now), self._caution * self._pressure.price(now)
+        """End pins that do not pay any more; make all real, or put all back on paper, when they gain or lose."""
+        least = max(TRIAL_SHARE * self._pressure.num_blocks, self._mean_event)
+        if self._is_paper:
+            self._recent_gain = max(0.0, self._recent_gain)
+            if self._recent_gain > self._num_trials * least and not self.config.dry_run:
+                self._is_paper, self._recent_gain = False, 0.0
+        else:
+            self._recent_gain = min(8 * least, self._recent_gain)
+            if self._recent_gain < -least:
+                self._num_trials = min(MAX_TRIALS, 4 * self._num_trials)
+                self.put_on_paper()
+        age, price = now - self._frontier(), self._pressure.price(now)
         for key in list(self._pinned):
             worth = self._worth_of(key, age, now)
             if worth == 0.0 or worth < price:
                 self._end(key)
 
+    def put_on_paper(self) -> None:
+        """No automatic pin is real from now on, until they have gained enough."""
+        for pin in self._pinned.values():
+            self._undo(pin)
+        self._is_paper = True
+        self._recent_gain = 0.0
+
     def _end(self, key: int) -> None:
         self._num_lapsed += 1
-        record = self._book.records.get(self._pinned.pop(key))
-        if record is None:  # a dry run, or somebody undid it
-            return
-        frontier = self._pressure.frontier(self._idle_blocks)
-        path = record.node.path()
-        self._book.remove(record, "lapsed")
-        self._overdue.update(node.id for node in path if node.last_used_at < frontier and not node.is_pinned)
+        self._undo(self._pinned.pop(key))
 
-    def end_all(self) -> None:
-        """End all automatic pins."""
-        for key in list(self._pinned):
-            self._end(key)
+    def _undo(self, pin: _AutoPin) -> None:
+        record = self._book.records.get(pin.pin_id)
+        pin.pin_id = ""
+        if record is not None:  # it is real, and nobody else undid it
+            frontier, path = self._frontier(), record.node.path()
+            self._book.remove(record, "lapsed")
+            self._overdue.update(node.id for node in path if node.last_used_at < frontier and not node.is_pinned)
 
     def _worth_of(self, key: int, age_seconds: float, now: float) -> float:
         habit = self._habits.by_key.get(key)
         return 0.0 if habit is None else self._habits.worth(habit, age_seconds, now)
 
-    def _age_seconds(self, now: float) -> float:
-        """How long a block would live without use if nothing were pinned by itself."""
-        return now - self._pressure.frontier(self._idle_blocks)
-
     def _count_idle(self) -> None:
-        """Count the blocks that eviction would have taken without automatic pins. O(pinned nodes)."""
-        frontier = self._pressure.frontier(self._idle_blocks)
+        """Count the pinned blocks that eviction would have taken, or has taken from pins on paper. O(pinned nodes)."""
+        frontier = self._frontier()
+        if self._is_paper:
+            habits = [(self._habits.by_key.get(key), pin.num_own_blocks) for key, pin in self._pinned.items()]
+            self._idle_blocks = sum(num for habit, num in habits if habit is not None and habit.last_used_at < frontier)
+            return
         nodes: dict[int, Node] = {}
-        for pin_id in self._pinned.values():
-            record = self._book.records.get(pin_id)
+        for pin in self._pinned.values():
+            record = self._book.records.get(pin.pin_id)
             node = None if record is None else record.node
             while node is not None and node.parent is not None and node.id not in nodes:
                 nodes[node.id] = node
                 node = node.parent
-        self._idle_blocks = sum(node.num_blocks for node in nodes.values() if node.last_used_at < frontier)
+        self._idle_blocks = sum(self._num_blocks_of(node) for node in nodes.values() if node.last_used_at < frontier)
 
     # --- telling --------------------------------------------------------------------------------------------------
 
     def report(self, now: float) -> AutoPinReport:
         """What automatic pinning does at this moment. O(habits)."""
-        age = self._age_seconds(now)
+        age = now - self._frontier()
         candidates = []
         for key, habit in self._habits.by_key.items():
             rule = self.config.rule_of(habit.namespace)
@@ -300,17 +359,17 @@ class AutoPinner:
                     )
                 )
         candidates.sort(key=lambda candidate: (candidate.is_pinned, candidate.worth), reverse=True)
-        records = [self._book.records[pin_id] for pin_id in self._pinned.values() if pin_id in self._book.records]
+        records = [self._book.records.get(pin.pin_id) for pin in self._pinned.values()]
         return AutoPinReport(
             is_on=True,
             dry_run=self.config.dry_run,
-            is_paused=self._caution >= MAX_CAUTION,
+            is_paused=self._is_paper and not self.config.dry_run,
             num_pins=len(self._pinned),
-            num_pinned_tokens=sum(record.node.end for record in records) * self._block_tokens,
+            num_pinned_tokens=sum(record.node.end for record in records if record is not None) * self._block_tokens,
             num_made=self._num_made,
             num_lapsed=self._num_lapsed,
-            gained_tokens=self._gained_blocks * self._block_tokens,
-            lost_tokens=self._lost_blocks * self._block_tokens,
+            gained_tokens=self._gained_blocks * self._block_tokens // self._num_lanes,
+            lost_tokens=self._lost_blocks * self._block_tokens // self._num_lanes,
             victim_worth=self._pressure.price(now) * self._block_tokens,
             age_seconds=age if math.isfinite(age) else None,
             candidates=tuple(candidates[:MAX_CANDIDATES]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Habit:
 
     `gap_seconds`: between its uses on average; `longest_gap_seconds`: at most, with decay. `lost_share`: share of its
     uses that came when it would have been evicted without a pin. `rate`: uses per second over the rate window.
-    `is_frequent`: its rate is high enough for its rule.
+    `is_frequent`: its rate is high enough for its rule. `is_awaited`: it will be judged when its patience ends.
     """
 
     namespace: Namespace
@@ -42,6 +43,7 @@ class Habit:
     lost_share: float = 0.0
     rate: float = 0.0
     is_frequent: bool = False
+    is_awaited: bool = False
 
     @property
     def patience_seconds(self) -> float:
@@ -60,8 +62,9 @@ class Habits:
     def __init__(self) -> None:
         self.by_key: OrderedDict[int, Habit] = OrderedDict()
         self._first_uses: OrderedDict[int, float] = OrderedDict()
-        self._num_seen = [0.0] * (MAX_CLASS + 1)
+        self._num_judged = [0.0] * (MAX_CLASS + 1)
         self._num_used_again = [0.0] * (MAX_CLASS + 1)
+        self._deadlines: list[tuple[float, int, int]] = []  # end of patience, key, class; one for each habit
 
     def knows(self, key: int) -> bool:
         """True if this prefix was used before, as far as that is remembered."""
@@ -94,7 +97,9 @@ class Habits:
         else:
             self.by_key.move_to_end(key)
         gap = max(0.0, now_seconds - habit.last_used_at)
-        self._learn(habit, gap)
+        self._give_up(now_seconds)
+        if habit.num_uses > 1 and gap <= habit.patience_seconds:
+            self._judge(habit.use_class, was_used_again=True)
         weight = 1.0 / min(habit.num_uses, MAX_AVERAGED_USES)
         habit.gap_seconds += (gap - habit.gap_seconds) * weight
         habit.lost_share += (was_lost - habit.lost_share) * weight
@@ -102,15 +107,32 @@ class Habits:
         habit.rate = habit.rate * math.exp(-gap / window_seconds) + 1.0 / window_seconds
         habit.num_uses += 1
         habit.last_used_at = now_seconds
-        self._num_seen[habit.use_class] += 1
+        if not habit.is_awaited:
+            self._await(key, habit)
         return habit
 
-    def _learn(self, habit: Habit, gap_seconds: float) -> None:
-        kind = habit.use_class
-        if habit.num_uses == 1 or gap_seconds <= habit.patience_seconds:
-            self._num_used_again[kind] += 1
-        if self._num_seen[kind] > HALVED_AT:
-            self._num_seen[kind] /= 2
+    def _await(self, key: int, habit: Habit) -> None:
+        habit.is_awaited = True
+        heapq.heappush(self._deadlines, (habit.last_used_at + habit.patience_seconds, key, habit.use_class))
+
+    def _give_up(self, now_seconds: float) -> None:
+        """Judge habits whose patience has ended without a further use."""
+        while self._deadlines and self._deadlines[0][0] < now_seconds:
+            _, key, kind = heapq.heappop(self._deadlines)
+            habit = self.by_key.get(key)
+            if habit is not None:
+                habit.is_awaited = False
+                if habit.last_used_at + habit.patience_seconds >= now_seconds:
+                    self._await(key, habit)  # it was used since
+                    continue
+                kind = habit.use_class
+            self._judge(kind, was_used_again=False)
+
+    def _judge(self, kind: int, *, was_used_again: bool) -> None:
+        self._num_judged[kind] += 1
+        self._num_used_again[kind] += was_used_again
+        if self._num_judged[kind] > HALVED_AT:
+            self._num_judged[kind] /= 2
             self._num_used_again[kind] /= 2
 
     def worth(self, habit: Habit, age_seconds: float, now_seconds: float) -> float:
@@ -123,7 +145,7 @@ class Habits:
         if now_seconds - habit.last_used_at > habit.patience_seconds:
             return 0.0
         kind = habit.use_class
-        again = min(1.0, (self._num_used_again[kind] + 1.0) / (self._num_seen[kind] + 2.0))
+        again = (self._num_used_again[kind] + 1.0) / (self._num_judged[kind] + 2.0)
         gap = max(habit.gap_seconds, 1e-6)
         lost = max(math.exp(-age_seconds / gap), habit.lost_share)
         kept = again * gap * lost + (1.0 - again) * max(0.0, habit.patience_seconds - age_seconds)

@@ -353,6 +353,7 @@ class LeaseDesk:
         """See `CacheManager.release_gains`."""
         with self._lock:
             self._rows_of(leases, "release_gains")
+            self._store.expire_pins()
             return [self._release_gain(lease) for lease in leases]
 
     def _release_gain(self, lease: Lease) -> ReleaseGain:

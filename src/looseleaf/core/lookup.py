@@ -17,8 +17,8 @@ def look_up(
     store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, is_first: bool, clock: Callable[[], float]
 ) -> tuple[Node, Int32Array, Explanation]:
     """Find the longest usable prefix of packed tokens `data` and hold it: the last node held, the block table of its
-    path, and why there is no more. Without `reuse` nothing is looked for; `is_first` is
-    false for a request that comes back: it is no further use."""
+    path, and why there is no more. Without `reuse` nothing is looked for. `is_first`: False for a
+    request that comes back, which is no further use."""
     root = store.tree.root(namespace)
     num_tokens = len(data) // TOKEN_BYTES
     if not reuse:
@@ -33,11 +33,13 @@ def look_up(
     explanation = explain_lookup(store.tree, store.forgotten, node, data, cut, now)
     if store.pins.records:
         path = node.path()
-        store.pins.on_hit(path, now)
+        if is_first:
+            store.pins.on_hit(path, data, now)
         if store.pins.has_expiries:
             store.pins.refresh(root, data, now)
-        num_pinned = sum(step.num_blocks for step in path if step.is_pinned) * block_tokens
-        explanation = replace(explanation, num_pinned_tokens=num_pinned)
+        num_pinned = sum(step.num_blocks for step in path if step.is_pinned)
+        if num_pinned:
+            explanation = replace(explanation, num_pinned_tokens=num_pinned * block_tokens)
     if explanation.reason == "evicted" or store.auto_pins is not None:
         keys = store.forgotten.keys_behind(node, data[node.end * block_bytes : num_usable * block_bytes])
         run = store.forgotten.evicted_run(keys)
@@ -48,5 +50,7 @@ def look_up(
         if store.auto_pins is not None and is_first:
             path = node.path()
             path_keys = [int(store.forgotten.keys_of(step)[-1]) for step in path]
-            store.auto_pins.on_lookup(LookUp(namespace, data, path, path_keys, used_at, keys, run, now))
+            store.auto_pins.on_lookup(
+                LookUp(namespace, data, path, path_keys, used_at, keys, run, found.num_known_blocks, now)
+            )
     return node, table, explanation

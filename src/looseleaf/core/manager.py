@@ -26,7 +26,7 @@ from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmen
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
-from looseleaf.errors import LifecycleError, PinQuotaExceeded, RequestError
+from looseleaf.errors import LifecycleError, RequestError
 from looseleaf.ids import Int64Array, Namespace, RequestId
 
 
@@ -228,24 +228,16 @@ class CacheManager:
             ConfigError: not a share from 0 to 1.
             PinQuotaExceeded: hard pins hold more than that; nothing has changed.
         """
-        if namespace is None:
-            config = replace(self.config, pin_quota=share)
-        else:
-            check_share("share", share)
-            config = replace(self.config, namespace_pin_quotas={**self.config.namespace_pin_quotas, namespace: share})
+        check_share("share", share)
         with self._lock:
             self._store.expire_pins()
-            plan, pins = CachePlan.of(config), self._store.pins
-            if not pins.fits(plan):
-                quota = plan.quota_blocks if namespace is None else plan.namespace_quotas[namespace]
-                taken = (
-                    pins.marks.num_hard_blocks
-                    if namespace is None
-                    else pins.marks.taken_blocks(namespace, hard_only=True)
-                )
-                raise PinQuotaExceeded(taken, quota, quota, taken, namespace)
-            self.config, self.plan, self._store.plan = config, plan, plan
-            pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
+            if namespace is None:
+                config = replace(self.config, pin_quota=share)
+            else:
+                quotas = {**self.config.namespace_pin_quotas, namespace: share}
+                config = replace(self.config, namespace_pin_quotas=quotas)
+            self._pins.set_quotas(CachePlan.of(config), namespace)
+            self.config, self.plan = config, self._store.plan
 
     def set_auto_pin(self, config: AutoPinConfig | None) -> None:
         """What the cache may pin by itself from now on; None: nothing. Pins that it has made end if it is off or a dry
@@ -254,20 +246,24 @@ class CacheManager:
         Raises:
             ConfigError: no `AutoPinConfig`.
         """
-        checked = replace(self.config, auto_pin=config)
         with self._lock:
-            self.config, pinner = checked, self._store.auto_pins
+            self.config, pinner = replace(self.config, auto_pin=config), self._store.auto_pins
             if config is None:
                 if pinner is not None:
-                    pinner.end_all()
+                    pinner.put_on_paper()
                 self._store.auto_pins = None
             elif pinner is None:
                 self._store.auto_pins = AutoPinner(
-                    config, self.plan.block_tokens, self._store.pressure, self._store.pins, self._pins.pin_automatically
+                    config,
+                    self.plan.block_tokens,
+                    self.plan.num_lanes,
+                    self._store.pressure,
+                    self._store.pins,
+                    self._pins.pin_automatically,
                 )
             else:
-                if config.dry_run != pinner.config.dry_run:
-                    pinner.end_all()
+                if config.dry_run:
+                    pinner.put_on_paper()
                 pinner.config = config
 
     def auto_pin_report(self) -> AutoPinReport:
@@ -338,9 +334,9 @@ class CacheManager:
             ResizeRefused: running requests or hard pins need more; nothing has changed.
         """
         self._check_mover(by)
-        replace(self.config, num_pages=num_pages, reserve_pages=0)  # refuses what is no number of pages
-        config = replace(self.config, num_pages=num_pages, reserve_pages=self._reserve_pages(num_pages))
         with self._lock:
+            replace(self.config, num_pages=num_pages, reserve_pages=0)  # refuses what is no number of pages
+            config = replace(self.config, num_pages=num_pages, reserve_pages=self._reserve_pages(num_pages))
             self._store.expire_pins()
             result = resize(self._store, self._desk, CachePlan.of(config))
             self.config, self.plan = config, self._store.plan

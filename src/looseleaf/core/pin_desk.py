@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from looseleaf.core.config import CachePlan
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
-from looseleaf.errors import RequestError, UnknownPin, UnknownRequest
+from looseleaf.errors import PinQuotaExceeded, RequestError, UnknownPin, UnknownRequest
 from looseleaf.ids import Namespace, RequestId
 
 
@@ -155,6 +156,22 @@ class PinDesk:
 
     def _undo(self, record: PinRecord) -> Pin:
         return self._store.pins.remove(record, "unpinned")
+
+    def set_quotas(self, plan: CachePlan, namespace: Namespace | None) -> None:
+        """Take the quotas of `plan`, of which that of `namespace`, or of all, is another one than now.
+
+        Raises:
+            PinQuotaExceeded: hard pins hold more; nothing has changed.
+        """
+        pins, marks = self._store.pins, self._store.pins.marks
+        if not pins.fits(plan):
+            if namespace is None:
+                quota, taken = plan.quota_blocks, marks.num_hard_blocks
+            else:
+                quota, taken = plan.namespace_quotas[namespace], marks.taken_blocks(namespace, hard_only=True)
+            raise PinQuotaExceeded(taken, quota, quota, taken, namespace)
+        self._store.plan = plan
+        pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""

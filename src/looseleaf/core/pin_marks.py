@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -46,8 +46,14 @@ class PinMarks:
 
     def held_blocks(self, hold: PinHold) -> int:
         """Blocks, in all lanes, that a hold takes, shared or not."""
-        end = hold.node.end
-        guarded = [(end - group.first_needed_block(end)) * group.num_lanes for _, group in self._guarded_groups(hold)]
+        return self._taken(hold.node.end, [group for _, group in self._guarded_groups(hold)])
+
+    def num_blocks_at(self, end: int) -> int:
+        """Blocks, in all lanes, that a pin of all groups takes which ends after `end` blocks."""
+        return self._taken(end, self._slid_out.groups)
+
+    def _taken(self, end: int, sliding: Iterable[GroupPlan]) -> int:
+        guarded = [(end - group.first_needed_block(end)) * group.num_lanes for group in sliding]
         return end * self.num_full_lanes + sum(guarded)
 
     def first_guarded(self, hold: PinHold, end: int) -> int:

@@ -82,6 +82,7 @@ class PinHold:
     asked_at: float | None = None
     price_mark: float = 0.0
     hit_mark: int = 0
+    served_mark: int = 0
 
     @property
     def id(self) -> str:
@@ -133,10 +134,11 @@ class PinRecord:
 class Anchorage:
     """The holds that end at one node, all (by number) and by the block that they wait for there (b"" if they have all),
     so that storing a run looks only at those that wait for it. Uses of the node since the first of them came: hits of
-    all down to it, and when it was last hit or asked for."""
+    all down to it, the blocks that they found, and when it was last hit or asked for."""
 
     holds: dict[int, PinHold] = field(default_factory=dict)
     by_awaited: dict[bytes, dict[int, PinHold]] = field(default_factory=dict)
     num_hits: int = 0
+    num_served_blocks: int = 0
     hit_at: float | None = None
     asked_at: float | None = None

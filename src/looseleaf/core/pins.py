@@ -106,12 +106,20 @@ class PinBook:
 
     # --- use and cost ---------------------------------------------------------------------------------------------
 
-    def on_hit(self, path: list[Node], now_seconds: float) -> None:
-        """A look-up reuses this path. O(path) however many pins there are: uses are counted by node."""
-        for node in path:
+    def on_hit(self, path: list[Node], data: bytes, now_seconds: float) -> None:
+        """A look-up of packed tokens reuses this path. O(path) however many pins there are: uses are counted by node.
+
+        A pin that ends with the last token asked for is used too, though that token is computed again.
+        """
+        nodes = path
+        if path and len(data) == (path[-1].end + 1) * self._tree.block_bytes:
+            last = path[-1].children.get(data[-self._tree.block_bytes :])
+            nodes = path if last is None or last.num_blocks > 1 else [*path, last]
+        for node in nodes:
             use = self.anchorages.get(node.id)
             if use is not None:
                 use.num_hits += 1
+                use.num_served_blocks += min(node.end, path[-1].end)
                 use.hit_at = now_seconds
 
     def refresh(self, root: Node, data: bytes, now_seconds: float) -> None:
@@ -138,8 +146,8 @@ class PinBook:
         use = self.anchorages[hold.node.id]
         num_new = use.num_hits - hold.hit_mark
         hold.num_hits += num_new
-        hold.served_tokens += num_new * hold.node.end * self._tree.block_bytes // TOKEN_BYTES
-        hold.hit_mark = use.num_hits
+        hold.served_tokens += (use.num_served_blocks - hold.served_mark) * self._tree.block_bytes // TOKEN_BYTES
+        hold.hit_mark, hold.served_mark = use.num_hits, use.num_served_blocks
         if num_new:
             hold.hit_at = use.hit_at
         hold.cost_tokens += (self._price_tokens - hold.price_mark) * self.marks.held_blocks(hold)

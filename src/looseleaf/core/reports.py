@@ -83,6 +83,8 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
         num_lanes=plan.num_lanes,
         num_leases=len(desk.live),
         num_pins=len(pins.records),
+        num_made_pins=pins.num_changes["made"],
+        num_unpinned_pins=pins.num_changes["unpinned"],
         num_expired_pins=pins.num_changes["expired"],
         num_refused_pins=pins.num_changes["refused"],
         num_lapsed_pins=pins.num_changes["lapsed"],

@@ -62,6 +62,8 @@ class CacheStats:
     num_lanes: int
     num_leases: int
     num_pins: int
+    num_made_pins: int
+    num_unpinned_pins: int
     num_expired_pins: int
     num_refused_pins: int
     num_lapsed_pins: int

@@ -362,14 +362,15 @@ class BlockStore:
         """Forget the last blocks of a leaf's run; the node goes with its last block. Returns how many became free."""
         parent = node.parent
         assert parent is not None  # roots own no blocks
-        if cause == EVICTED and (self.auto_pins is None or self.auto_pins.on_evicted(node, num_blocks)):
-            self.pressure.on_evicted(num_blocks, node.last_used_at)
-        self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         first = node.num_blocks - num_blocks
         keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()
+        blocks = blocks[blocks != ABSENT]
+        if cause == EVICTED and (self.auto_pins is None or self.auto_pins.on_evicted(node, num_blocks)):
+            self.pressure.on_evicted(len(blocks), node.last_used_at)
+        self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
-        num_freed = self.ledger.forget(blocks[blocks != ABSENT])
+        num_freed = self.ledger.forget(blocks)
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
         else:
