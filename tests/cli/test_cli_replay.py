@@ -47,6 +47,39 @@ def test_instant_replay_prints_the_promised_fields(cli: RunCli, mooncake: Path) 
     assert three["evicted_blocks"] > 0
 
 
+@pytest.mark.parametrize("mode", [["--instant"], ["--page-tokens", "512", "--block-tokens", "512"]])
+def test_automatic_pinning_is_off_unless_asked_for(cli: RunCli, mooncake: Path, mode: list[str]) -> None:
+    """Without `--auto-pin` the cache pins nothing and the report is empty; with it the report says what it did, in a
+    dry run without any change of the hits."""
+    options = ("replay", str(mooncake), *mode, "--capacity", "3blocks", "--json")
+    plain, on, dry = (
+        json.loads(cli(*options, *more).stdout)
+        for more in ([], ["--auto-pin", "on"], ["--auto-pin", "dry-run", "--auto-pin-min-tokens", "512"])
+    )
+    assert plain["auto_pin"] is None
+    assert (on["auto_pin"]["is_on"], on["auto_pin"]["dry_run"]) == (True, False)
+    assert dry["auto_pin"]["dry_run"]
+    assert dry["hit_tokens"] == plain["hit_tokens"]
+
+
+def test_request_rates_are_those_of_the_trace(cli: RunCli, tmp_path: Path) -> None:
+    """However quickly a trace is replayed, a prefix that it asks for every twenty seconds is not frequent."""
+    rows = []
+    for number in range(120):  # comes back after it was evicted, time and again
+        blocks = [1, 2] if number % 6 == 0 else [100 + 2 * number, 101 + 2 * number]
+        rows.append({"timestamp": number * 3333, "input_length": 1024, "output_length": 1, "hash_ids": blocks})
+    path = tmp_path / "regular.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ("replay", str(path), "--instant", "--capacity", "8blocks", "--json", "--auto-pin", "on")
+    for rules, is_pinned in (
+        (["--auto-pin-min-tokens", "off", "--auto-pin-min-rate", "10"], False),
+        (["--auto-pin-min-tokens", "off", "--auto-pin-min-rate", "off"], False),
+        (["--auto-pin-min-tokens", "512", "--auto-pin-min-rate", "off"], True),
+    ):
+        result = json.loads(cli(*options, *rules).stdout)
+        assert (result["auto_pin"]["num_made"] > 0) == is_pinned, rules
+
+
 def test_timed_replay_takes_sizes_and_rates(cli: RunCli, mooncake: Path) -> None:
     """Without `--instant` the trace's shares are counted in blocks of `--block-tokens`, in whole pages."""
     options = ("--capacity", "100%", "--page-tokens", "256", "--block-tokens", "16", "--decode-rate", "100")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.pin_record import Pin
@@ -35,7 +36,7 @@ UNITS = (
 COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
           "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes",
           "looseleaf_demand_evictions", "looseleaf_free_runs", "looseleaf_table_bytes_per_token",
-          "looseleaf_pin_hits")  # fmt: skip
+          "looseleaf_pin_hits", "looseleaf_auto_pin_on", "looseleaf_auto_pin_paused")  # fmt: skip
 
 
 @dataclass
@@ -214,6 +215,17 @@ def test_what_pins_served_held_back_and_cost(metrics, cache):
     cost = value(metrics, "looseleaf_pin_cost_tokens", **of_a)
     assert cost == pytest.approx(sum(pin.cost_tokens for pin in cache.pins()))
     assert cost > 0
+
+
+def test_automatic_pinning_is_exported():
+    """Whether it is on, and what it gained and lost, are those of `auto_pin_report()`."""
+    for config in (None, AutoPinConfig()):
+        cache = CacheManager(CacheConfig(num_pages=4, page_tokens=64, block_tokens=16, auto_pin=config))
+        metrics, report = Metrics(cache), cache.auto_pin_report()
+        assert value(metrics, "looseleaf_auto_pin_on") == (config is not None) == report.is_on
+        assert value(metrics, "looseleaf_auto_pin_paused") == report.is_paused
+        assert value(metrics, "looseleaf_auto_pin_gained_tokens") == report.gained_tokens
+        assert value(metrics, "looseleaf_auto_pin_lost_tokens") == report.lost_tokens
 
 
 def test_owners_of_series_are_few():

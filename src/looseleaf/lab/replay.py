@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from looseleaf.core.auto_pin_config import AutoPinConfig
+from looseleaf.core.auto_pins import AutoPinReport
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.manager import CacheManager
 from looseleaf.errors import ConfigError
@@ -27,7 +28,8 @@ class ReplayResult:
 
     peak_blocks: most blocks in use at once, cached ones included. evicted_blocks: cached blocks that had to go.
     peak_held_tokens: most token places in blocks held by requests; peak_used_tokens: most of them that tokens were
-    reserved for. preemptions: how often a running request gave its blocks up.
+    reserved for. preemptions: how often a running request gave its blocks up. auto_pin: what
+    automatic pinning did, None if it was off.
     """
 
     trace: str
@@ -46,6 +48,7 @@ class ReplayResult:
     peak_held_tokens: int
     peak_used_tokens: int
     preemptions: int = 0
+    auto_pin: AutoPinReport | None = None
 
 
 @dataclass
@@ -154,6 +157,7 @@ def _serve_all(
         evicted_blocks=stats.evicted_tokens // size,
         peak_held_tokens=peak_held,
         peak_used_tokens=peak_used,
+        auto_pin=cache.auto_pin_report() if cache.config.auto_pin else None,
     )
 
 

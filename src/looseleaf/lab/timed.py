@@ -242,6 +242,7 @@ def _result(trace: Trace, config: CacheConfig, simulation: _Simulation) -> Repla
         peak_held_tokens=figures.peak_held_tokens,
         peak_used_tokens=figures.peak_used_tokens,
         preemptions=figures.num_preemptions,
+        auto_pin=simulation.cache.auto_pin_report() if config.auto_pin else None,
     )
 
 

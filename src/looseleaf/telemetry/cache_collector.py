@@ -45,6 +45,8 @@ COUNTERS = (
         "looseleaf_slid_out_blocks",
         "Blocks evicted of window and chunked groups whose prefix stayed in the others.",
     ),
+    CacheSample("num_made_pins", "looseleaf_made_pins", "Pins made, automatic ones too."),
+    CacheSample("num_unpinned_pins", "looseleaf_unpinned_pins", "Pins that somebody undid."),
     CacheSample("num_expired_pins", "looseleaf_expired_pins", "Pins that ran out."),
     CacheSample("num_refused_pins", "looseleaf_refused_pins", "Pins that the quota did not allow."),
     CacheSample("num_lapsed_pins", "looseleaf_lapsed_pins", "Automatic pins that ended because they did not pay."),

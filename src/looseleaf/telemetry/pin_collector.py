@@ -11,15 +11,18 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from looseleaf.core.auto_pins import NOTHING
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.pin_record import Pin
+from looseleaf.telemetry.cache_collector import CacheSample
 
 MAX_OWNERS = 20
 """Owners with series of their own: those that hold most blocks. The rest is "other"."""
 
 MANY_PINS = 1000
 MAX_SHARE = 0.01
-"""Of so many pins or more, none are read again before so small a share of the time is spent on reading them."""
+"""Of so many pins or more, or with automatic pinning, nothing is read again before reading takes so small a share of
+the time."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,15 @@ PIN_SAMPLES = (
 )
 
 
+AUTO_SAMPLES = (
+    CacheSample("is_on", "looseleaf_auto_pin_on", "1 if the cache pins by itself, or would in a dry run."),
+    CacheSample("is_paused", "looseleaf_auto_pin_paused", "1 while it makes no pins because they did not pay."),
+    CacheSample("gained_tokens", "looseleaf_auto_pin_gained_tokens", "Tokens found that would have been evicted."),
+    CacheSample("lost_tokens", "looseleaf_auto_pin_lost_tokens", "Tokens evicted instead that were missed."),
+)
+"""Of `AutoPinReport`."""
+
+
 @dataclass(frozen=True)
 class _Key:
     """Labels of one series."""
@@ -54,15 +66,16 @@ class _Key:
 
 
 class PinCollector(Collector):
-    """Turns `pins()` into sums by owner and level. Many pins are not read at every scrape (see `MAX_SHARE`)."""
+    """Turns `pins()` into sums by owner and level. What takes long is not read at every scrape (see `MAX_SHARE`)."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._sums: dict[_Key, list[float]] = {}
+        self._report = NOTHING
         self._read_again_at = 0.0
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each of `PIN_SAMPLES`."""
+        """One family for each of `PIN_SAMPLES` and `AUTO_SAMPLES`."""
         if time.monotonic() >= self._read_again_at:
             self._read()
         for place, sample in enumerate(PIN_SAMPLES):
@@ -70,6 +83,9 @@ class PinCollector(Collector):
             for key, sums in self._sums.items():
                 family.add_metric([key.owner, key.level, key.automatic], sums[place])
             yield family
+        for figure in AUTO_SAMPLES:
+            number = float(getattr(self._report, figure.field))
+            yield GaugeMetricFamily(figure.metric, figure.documentation, value=number)
 
     def _read(self) -> None:
         started = time.monotonic()
@@ -84,7 +100,7 @@ class PinCollector(Collector):
             sums = by_key.setdefault(_Key(owner, pin.level, str(pin.is_automatic).lower()), [0.0] * len(PIN_SAMPLES))
             for place, sample in enumerate(PIN_SAMPLES):
                 sums[place] += sample.of(pin)
-        self._sums = by_key
-        if len(pins) >= MANY_PINS:
+        self._sums, self._report = by_key, self._cache.auto_pin_report()
+        if self._report.is_on or len(pins) >= MANY_PINS:
             now = time.monotonic()
             self._read_again_at = now + (now - started) / MAX_SHARE
