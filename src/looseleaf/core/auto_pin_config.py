@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,6 +39,14 @@ class AutoPinConfig:
     namespaces: Mapping[Namespace, AutoPinRule | None] = field(default_factory=dict)
     rate_window_seconds: float = 1.0
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """ConfigError for a value that can't be."""
+        rules = [self.rule, *(rule for rule in self.namespaces.values() if rule is not None)]
+        if not all(isinstance(rule, AutoPinRule) for rule in rules):
+            raise ConfigError(f"rule and namespaces are {rules!r}; each must be an AutoPinRule")
+        if not (isinstance(self.rate_window_seconds, (int, float)) and 0 < self.rate_window_seconds < math.inf):
+            raise ConfigError(f"rate_window_seconds is {self.rate_window_seconds!r}; it must be a positive number")
 
     def rule_of(self, namespace: Namespace) -> AutoPinRule | None:
         """The rule that holds in a namespace."""
