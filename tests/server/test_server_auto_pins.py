@@ -77,7 +77,7 @@ async def test_rules_are_the_operators(make_server):
 
 
 async def test_candidates_are_shown_to_their_own(make_server):
-    """Each key sees the candidates of its own namespace, the operator all; each names its namespace, length and rate."""
+    """Each key sees the candidates of its own namespace, the operator all; with length and rate."""
     keys = (ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second"))
     server = await make_server(settings=ServerSettings(admin_key="root", api_keys=keys))
     root = {"Authorization": "Bearer root"}
