@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.pin_record import Pin
 from looseleaf.errors import RequestError, UnknownPin
 from looseleaf.server.auth import Caller
@@ -17,7 +19,7 @@ from looseleaf.server.errors import ApiError
 from looseleaf.server.prompts import prompt_tokens
 from looseleaf.server.request_pins import find_pin
 from looseleaf.server.routes.cache import known_request_id, warm
-from looseleaf.server.schemas import PinBody, QuotaBody
+from looseleaf.server.schemas import AutoPinBody, AutoRuleBody, PinBody, QuotaBody
 
 _TIMES = ("created_at", "expires_at", "last_used_at", "ended_at")
 
@@ -107,6 +109,40 @@ async def set_quota(body: QuotaBody, context: Context, caller: AdminCaller) -> d
         raise ApiError(message, status=403, code="admin_key_required")
     context.cache.set_pin_quota(body.share, namespace)
     return await get_quota(context, caller)
+
+
+@router.get("/v1/pins/auto")
+async def get_auto_pins(context: Context, caller: AnyCaller) -> dict[str, Any]:
+    """What is pinned automatically, what that gained and lost, and by which rules. Candidates and namespaces are those
+    that the caller may know of."""
+    settings = context.cache.config.auto_pin
+    answer: dict[str, Any] = {"object": "auto_pin", "mode": "off", **asdict(context.cache.auto_pin_report())}
+    answer["candidates"] = [one for one in answer["candidates"] if caller.may_know(one["namespace"])]
+    if settings is not None:
+        answer["mode"] = "dry-run" if settings.dry_run else "on"
+        answer |= {**asdict(settings.rule), "rate_window_seconds": settings.rate_window_seconds}
+        own = {name: rule and asdict(rule) for name, rule in settings.namespaces.items() if caller.may_know(name)}
+        answer["namespaces"] = own
+    return answer
+
+
+@router.put("/v1/pins/auto")
+async def set_auto_pins(body: AutoPinBody, context: Context, caller: AdminCaller) -> dict[str, Any]:
+    """Pin automatically, only report what would be pinned, or stop; and by other rules."""
+    if not caller.may_know_of_others:
+        raise ApiError("the rules are everybody's: this needs the admin key", status=403, code="admin_key_required")
+    settings = context.cache.config.auto_pin
+    if settings is None and body.mode is None:
+        raise ApiError("automatic pinning is off\nhint: give a mode", code="invalid_value", param="mode")
+    settings = settings or AutoPinConfig()
+    given = body.model_dump(exclude_unset=True)
+    mode = given.pop("mode", None) or ("dry-run" if settings.dry_run else "on")
+    if "namespaces" in given:
+        given["namespaces"] = {name: rule and AutoPinRule(**rule) for name, rule in given["namespaces"].items()}
+    rule = {name: given.pop(name) for name in AutoRuleBody.model_fields if name in given}
+    settings = replace(settings, rule=replace(settings.rule, **rule), dry_run=mode == "dry-run", **given)
+    context.cache.set_auto_pin(None if mode == "off" else settings)
+    return await get_auto_pins(context, caller)
 
 
 @router.get("/v1/pins/{pin_id}")
