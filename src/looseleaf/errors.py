@@ -86,7 +86,7 @@ class OutOfBlocks(CapacityError):
 
 
 class PinQuotaExceeded(CapacityError):
-    """A hard pin does not fit under the quota. Nothing was pinned and no other pin was touched."""
+    """A hard pin does not fit under the quota, or hard pins hold more than a new quota allows. Nothing has changed."""
 
     code = "pin_quota_exceeded"
 
@@ -97,6 +97,8 @@ class PinQuotaExceeded(CapacityError):
         quota_blocks: int,
         hard_pinned_blocks: int,
         namespace: str | None = None,
+        *,
+        is_new_quota: bool = False,
     ) -> None:
         self.needed_blocks = needed_blocks
         self.available_blocks = available_blocks
@@ -104,6 +106,12 @@ class PinQuotaExceeded(CapacityError):
         self.hard_pinned_blocks = hard_pinned_blocks
         self.namespace = namespace
         whose = "" if namespace is None else f" of namespace {namespace!r}"
+        if is_new_quota:
+            super().__init__(
+                f"cannot set a quota{whose} of {quota_blocks} blocks: {hard_pinned_blocks} are hard-pinned",
+                "unpin something (GET /v1/pins), or set a larger quota",
+            )
+            return
         super().__init__(
             f"cannot pin {needed_blocks} more blocks: {available_blocks} left of a quota{whose} of "
             f"{quota_blocks} blocks, {hard_pinned_blocks} already hard-pinned",

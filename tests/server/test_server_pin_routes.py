@@ -237,7 +237,7 @@ async def test_quota_of_a_namespace(make_server):
     others go on."""
     server = await make_server(num_pages=2, pin_quota=1.0)
     answer = await server.put("/v1/pins/quota", {"share": 0.125, "cache_salt": "s"})
-    assert answer["namespaces"] == {'salt="s"': {"share": 0.125, "num_blocks": 4}}
+    assert answer["namespaces"] == {'salt="s"': {"share": 0.125, "num_blocks": 4, "used": 0}}
     body = {"tokens": [1] * 96, "wait": True}
     error = (await server.post("/v1/pins", {**body, "cache_salt": "s"}, 409))["error"]
     assert (error["details"]["needed_blocks"], error["details"]["available_blocks"]) == (6, 4)

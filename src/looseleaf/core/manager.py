@@ -277,6 +277,17 @@ class CacheManager:
         with self._lock:
             return self._pins.pins()
 
+    def find_pin(self, pin_id: str) -> Pin | None:
+        """A snapshot of one live pin, None if there is none of that id. O(1)."""
+        with self._lock:
+            return self._pins.find(pin_id)
+
+    def pinned_blocks_of(self, namespace: Namespace) -> int:
+        """Blocks that the pins of one namespace hold, each counted once."""
+        with self._lock:
+            self._store.expire_pins()
+            return self._store.pins.marks.taken_blocks(namespace)
+
     def past_pins(self) -> list[PastPin]:
         """The last pins that ended or were refused, oldest first: at most 256."""
         with self._lock:

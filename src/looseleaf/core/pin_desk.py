@@ -169,7 +169,7 @@ class PinDesk:
                 quota, taken = plan.quota_blocks, marks.num_hard_blocks
             else:
                 quota, taken = plan.namespace_quotas[namespace], marks.taken_blocks(namespace, hard_only=True)
-            raise PinQuotaExceeded(taken, quota, quota, taken, namespace)
+            raise PinQuotaExceeded(taken, quota, quota, taken, namespace, is_new_quota=True)
         self._store.plan = plan
         pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
 
@@ -177,6 +177,12 @@ class PinDesk:
         """Snapshots of all live pins, oldest first."""
         self._store.expire_pins()
         return [self._store.pins.snapshot(record) for record in self._store.pins.records.values()]
+
+    def find(self, pin_id: str) -> Pin | None:
+        """See `CacheManager.find_pin`."""
+        self._store.expire_pins()
+        record = self._store.pins.records.get(pin_id)
+        return None if record is None else self._store.pins.snapshot(record)
 
     def past_pins(self) -> list[PastPin]:
         """See `CacheManager.past_pins`."""

@@ -463,7 +463,7 @@ class PinBook:
         anchorage = self.anchorages.setdefault(node.id, Anchorage())
         anchorage.holds[hold.number] = hold
         anchorage.by_awaited.setdefault(hold.awaited, {})[hold.number] = hold
-        hold.hit_mark = anchorage.num_hits
+        hold.hit_mark, hold.served_mark = anchorage.num_hits, anchorage.num_served_blocks
         hold.price_mark = self._price_tokens
         if hold.level == SOFT:
             (self.soft.discard if node.is_root else self.soft.add)(hold)

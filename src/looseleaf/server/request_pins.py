@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from looseleaf.core.manager import CacheManager
-from looseleaf.core.pin_record import Pin
 from looseleaf.errors import PinQuotaExceeded, UnknownPin
 
 MAX_REQUEST_PINS = 10_000
@@ -51,11 +50,6 @@ class _Kept:
     num_running: int = 0
 
 
-def find_pin(cache: CacheManager, pin_id: str) -> Pin | None:
-    """The live pin of that id, if there is one."""
-    return next((pin for pin in cache.pins() if pin.id == pin_id), None)
-
-
 class RequestPins:
     """Makes the pins that requests ask for: one for the same tokens, namespace and owner, whoever asked first says how
     it is labelled; every request that begins with its tokens keeps it for another time to live. Used from the event
@@ -83,7 +77,7 @@ class RequestPins:
         digest.update(repr((len(wish.tokens), namespace, owner)).encode())
         key, ttl_seconds = digest.digest(), wish.ttl_seconds
         kept = self._kept.get(key)
-        pin = find_pin(self._cache, kept.pin_id) if kept else None
+        pin = self._cache.find_pin(kept.pin_id) if kept else None
         if kept and pin and pin.expires_at is not None:
             left_seconds = pin.expires_at - self._clock()  # until the request is looked up, which refreshes the pin
             if kept.ttl_seconds >= ttl_seconds and left_seconds >= ttl_seconds / 2:
@@ -124,7 +118,7 @@ class RequestPins:
             kept.num_running -= 1
             if kept.num_running > 0:
                 continue
-            pin = find_pin(self._cache, kept.pin_id)
+            pin = self._cache.find_pin(kept.pin_id)
             if pin is None or pin.num_pinned_tokens == 0:
                 self._unpin(kept.pin_id)
                 del self._kept[granted.wish_key]
@@ -146,7 +140,7 @@ class RequestPins:
             needed = f"needed_blocks={outcome.needed_blocks}; available_blocks={outcome.available_blocks}"
             return f"status=refused; {needed}; quota_blocks={outcome.quota_blocks}"
         kept = self._kept.get(outcome.wish_key)
-        pin = find_pin(self._cache, kept.pin_id) if kept else None
+        pin = self._cache.find_pin(kept.pin_id) if kept else None
         if pin is None:
             return f"status=expired; id={outcome.pin_id}"
         block_tokens = self._cache.config.block_tokens

@@ -17,7 +17,6 @@ from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerCont
 from looseleaf.server.conversations import stable_prefix
 from looseleaf.server.errors import ApiError
 from looseleaf.server.prompts import prompt_tokens
-from looseleaf.server.request_pins import find_pin
 from looseleaf.server.routes.cache import known_request_id, warm
 from looseleaf.server.schemas import AutoPinBody, AutoRuleBody, PinBody, QuotaBody
 
@@ -89,7 +88,11 @@ async def get_quota(context: Context, caller: AnyCaller) -> dict[str, Any]:
         "num_blocks": stats.quota_blocks,
         "used": stats.pinned_blocks,
         "namespaces": {
-            name: {"share": share, "num_blocks": plan.namespace_quotas[name]}
+            name: {
+                "share": share,
+                "num_blocks": plan.namespace_quotas[name],
+                "used": context.cache.pinned_blocks_of(name),
+            }
             for name, share in config.namespace_pin_quotas.items()
             if caller.may_know(name)
         },
@@ -180,7 +183,7 @@ async def delete_pins(
 
 
 def _visible_pin(context: ServerContext, caller: Caller, pin_id: str) -> Pin:
-    pin = find_pin(context.cache, pin_id)
+    pin = context.cache.find_pin(pin_id)
     if pin is None or not caller.may_see(pin.namespace):
         raise UnknownPin(repr(pin_id))
     return pin
