@@ -52,14 +52,14 @@ class Pressure:
 
     def tail(self, num_blocks: int) -> float:
         """With `num_blocks` blocks fewer, what was used before this time would be gone. Last uses are taken to lie as
-        close together behind the last eviction as before it."""
+        close together behind the last eviction as before it; a policy by other things than recency mixes them."""
         frontier = self.frontier()
         if not self._counts or num_blocks == 0:
             return -math.inf
         num_known = self.num_evicted_blocks - self._counts[0]
         if num_known >= num_blocks:
-            return 2 * frontier - self.frontier(num_blocks)
-        return frontier + (frontier - self._last_uses[0]) * num_blocks / max(1, num_known)
+            return frontier + abs(frontier - self.frontier(num_blocks))
+        return frontier + abs(frontier - self._last_uses[0]) * num_blocks / max(1, num_known)
 
     def num_kept(self, evicted_counts: Int64Array, extra_blocks: int) -> int:
         """Blocks are asked for again that were evicted when `evicted_counts` [n] had been. How many of them would be
