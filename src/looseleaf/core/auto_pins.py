@@ -154,12 +154,12 @@ class AutoPinner:
 
     # --- learning -------------------------------------------------------------------------------------------------
 
-    def on_evicted(self, node: Node, num_blocks: int) -> bool:
-        """The last blocks of a node are evicted. False if only a pin had kept them until now."""
+    def on_forgotten(self, node: Node, num_blocks: int) -> bool:
+        """The last blocks of a node are forgotten. True if only a pin had kept them until now."""
         was_overdue = node.id in self._overdue
         if was_overdue and num_blocks == node.num_blocks:
             self._overdue.remove(node.id)
-        return not was_overdue
+        return was_overdue
 
     def on_lookup(self, found: LookUp) -> None:
         """A request has looked its prompt up. O(blocks of the prompt + `REVIEWED_PINS`)."""
@@ -248,12 +248,13 @@ class AutoPinner:
             if habit.num_uses < MIN_USES or not self._allows(rule, habit):
                 continue
             worth = self._habits.worth(habit, now - self._frontier(), now)
-            if worth > price and self._make_room(habit.num_blocks, worth, now):
-                above = max((other.num_blocks for key, other in used[:row] if key in self._pinned), default=0)
+            above = max((other.num_blocks for key, other in used[:row] if key in self._pinned), default=0)
+            needed = self._book.marks.num_blocks_at(habit.num_blocks) - self._book.marks.num_blocks_at(above)
+            if worth > price and self._make_room(needed, worth, now):
                 packed = data[: habit.num_blocks * self._block_tokens * TOKEN_BYTES]
                 pin_id = "" if self._is_paper else self._pin(habit.namespace, packed)
                 self._num_made += pinned is None
-                self._pinned[key] = _AutoPin(pin_id, (habit.num_blocks - above) * self._num_lanes)
+                self._pinned[key] = _AutoPin(pin_id, max(0, needed))
                 return
 
     def _allows(self, rule: AutoPinRule, habit: Habit) -> bool:
@@ -263,19 +264,24 @@ class AutoPinner:
         return is_long or habit.is_frequent
 
     def _make_room(self, num_blocks: int, worth: float, now: float) -> bool:
-        """Have room for a pin of `num_blocks` blocks, ending some that are worth much less."""
-        needed = self._book.marks.num_blocks_at(num_blocks)
-        if needed <= self._quota_left() and len(self._pinned) < MAX_PINS:
-            return True
-        age = now - self._frontier()
-        worths = {key: self._worth_of(key, age, now) for key in self._pinned}
-        for key in sorted(worths, key=worths.__getitem__):
-            if worths[key] * HYSTERESIS > worth:
+        """Have `num_blocks` blocks of quota, ending pins that are worth much less; False, with none ended, if that
+        can't be."""
+        left, num_left = self._quota_left(), MAX_PINS - len(self._pinned)
+        age, ended = now - self._frontier(), []
+        if left < num_blocks or num_left < 1:
+            worths = {key: self._worth_of(key, age, now) for key in self._pinned}
+            for key in sorted(worths, key=worths.__getitem__):
+                if worths[key] * HYSTERESIS > worth:
+                    return False
+                ended.append(key)
+                left += self._pinned[key].num_own_blocks
+                if left >= num_blocks:
+                    break
+            else:
                 return False
+        for key in ended:
             self._end(key)
-            if needed <= self._quota_left():
-                return True
-        return False
+        return True
 
     def _quota_left(self) -> int:
         on_paper = sum(pin.num_own_blocks for pin in self._pinned.values()) if self._is_paper else 0

@@ -366,7 +366,8 @@ class BlockStore:
         keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()
         blocks = blocks[blocks != ABSENT]
-        if cause == EVICTED and (self.auto_pins is None or self.auto_pins.on_evicted(node, num_blocks)):
+        was_kept = self.auto_pins is not None and self.auto_pins.on_forgotten(node, num_blocks)
+        if cause == EVICTED and not was_kept:
             self.pressure.on_evicted(len(blocks), node.last_used_at)
         self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
