@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from looseleaf import CacheConfig, CacheManager
+from looseleaf import CacheConfig, CacheManager, LayerGroup
 from looseleaf.core import habits
 from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.habits import Habits
@@ -209,8 +209,6 @@ def test_a_loop_too_long_for_the_pool_is_kept_in_part(make: MakeCache, clock: Ma
 
 def test_groups_that_slide_are_kept_whole(make: MakeCache, clock: ManualClock) -> None:
     """[H99] In a window model an automatic pin keeps what a hit at its end needs in every group."""
-    from looseleaf import LayerGroup
-
     groups = (LayerGroup("full"), LayerGroup("window", window_tokens=16, num_lanes=2))
     plain = flood(make(2 * NUM_BLOCKS, groups=groups), clock, num_one_off=40)
     assert plain.kept_share == 0
@@ -299,3 +297,47 @@ def test_the_library_has_it_off() -> None:
         AutoPinRule(min_tokens=-1)
     with pytest.raises(ConfigError):
         AutoPinConfig(rate_window_seconds=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_breaks_around_automatic_pins(make: MakeCache, clock: ManualClock, seed: int) -> None:
+    """With explicit pins, other quotas and sizes, clears, aborts and switches in between, every invariant holds."""
+    rng = random.Random(seed)
+    groups = (LayerGroup("full"), LayerGroup("window", window_tokens=16)) if seed % 2 else (LayerGroup("full"),)
+    cache = make(2 * NUM_BLOCKS, groups=groups, auto_pin=LONG, pin_quota=0.4)
+    documents = [tokens(number + 1, 81) for number in range(8)]
+    num_made = 0
+    for number in range(1500):
+        clock.advance(rng.expovariate(2.0))
+        namespace = rng.choice(["", "", "other"])
+        if rng.random() < 0.4:
+            prompt = [*rng.choice(documents[: 2 + number // 300]), number]
+        else:
+            prompt = tokens(100 + number, rng.choice([9, 41, 60]))
+        with cache.lease(prompt, namespace=namespace) as lease:
+            if not lease.try_reserve(len(prompt)) or rng.random() < 0.05:
+                continue  # aborted before it was computed
+            lease.commit(len(prompt))
+        act = rng.random()
+        if act < 0.03:
+            cache.pin(rng.choice(documents), level=rng.choice(["hard", "soft"]), partial=True, ttl_seconds=20)
+        elif act < 0.05 and cache.pins():
+            cache.unpin(rng.choice(cache.pins()).id)
+        elif act < 0.06:
+            cache.set_pin_quota(rng.choice([0.4, 0.6]), rng.choice([None, "other"]))
+        elif act < 0.07:
+            cache.resize(rng.choice([NUM_BLOCKS, 2 * NUM_BLOCKS, 3 * NUM_BLOCKS]))
+        elif act < 0.075:
+            cache.clear(rng.choice([None, "other"]), include_pins=rng.random() < 0.5)
+        elif act < 0.08:
+            cache.set_auto_pin(rng.choice([None, replace(LONG, dry_run=True)]))
+            cache.set_auto_pin(LONG)
+        elif act < 0.1:
+            cache.compact(4)
+        num_made += sum(pin.is_automatic for pin in cache.pins())
+        if number % 10 == 0:
+            cache.check_integrity()
+            stats = cache.stats()
+            assert stats.pinned_blocks <= stats.quota_blocks
+            assert cache.auto_pin_report().num_pins <= 1024
+    assert num_made > 0
