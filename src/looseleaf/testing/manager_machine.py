@@ -7,13 +7,13 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
+from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.stats import CacheStats
 from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, OutOfBlocks, ResizeRefused
 from looseleaf.testing.mirror import EventMirror
-from looseleaf.testing.pin_machine import NAMESPACES, SHARES, PinRules
+from looseleaf.testing.pin_machine import AUTO_PINS, NAMESPACES, SHARES, PinRules
 from looseleaf.testing.stamps import StampMemory
 
 # Few different beginnings and long runs of one token, so that prompts share, diverge inside edges and fill pools.
@@ -35,7 +35,6 @@ GROUPS = (
     (LayerGroup("window", window_tokens=6),),
     (LayerGroup("chunked", chunk_tokens=8, num_lanes=2), FULL),
 )
-AUTO_PIN = AutoPinConfig(AutoPinRule(min_tokens=1, min_requests_per_second=None))
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
@@ -56,7 +55,7 @@ class ManagerMachine(PinRules):
         namespace_pin_quotas=st.dictionaries(NAMESPACES, SHARES, max_size=2),
         reserve_pages=st.sampled_from([0, 1]),
         groups=st.sampled_from([(FULL,), *GROUPS]),
-        auto_pin=st.sampled_from([None, None, AUTO_PIN, replace(AUTO_PIN, dry_run=True)]),
+        auto_pin=AUTO_PINS,
     )
     def make(
         self,

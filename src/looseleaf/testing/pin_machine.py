@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.config import LayerGroup
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
@@ -18,6 +19,8 @@ from looseleaf.errors import PinQuotaExceeded, RequestError, UnknownPin, Unknown
 from looseleaf.testing.clock import ManualClock
 from looseleaf.testing.mirror import EventMirror
 
+AUTO_PIN = AutoPinConfig(AutoPinRule(min_tokens=1, min_requests_per_second=None))
+AUTO_PINS = st.sampled_from([None, AUTO_PIN, replace(AUTO_PIN, dry_run=True)])
 NAMESPACES = st.sampled_from(["", "", "", "a"])
 SHARES = st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])
 
@@ -108,6 +111,14 @@ class PinRules(RuleBasedStateMachine):
         prompt = self._prompt(data)
         pin_id = self.cache._pins.pin_automatically(namespace, pack_tokens(prompt))
         self._note(next(pin for pin in self.cache.pins() if pin.id == pin_id), prompt)
+
+    @rule(auto_pin=AUTO_PINS)
+    def set_auto_pin(self, auto_pin: AutoPinConfig | None) -> None:
+        """What the cache may pin by itself can change at any time; without it nothing of that is left."""
+        self.cache.set_auto_pin(auto_pin)
+        assert self.cache.auto_pin_report().is_on == (auto_pin is not None)
+        if auto_pin is None or auto_pin.dry_run:
+            assert all(pin.id in self.pins for pin in self.cache.pins() if pin.is_automatic)
 
     @rule(number=st.integers(1, 40), part=st.sampled_from(["all", "prompt"]))
     def pin_request(self, number: int, part: str) -> None:
