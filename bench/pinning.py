@@ -39,18 +39,17 @@ RATE = AutoPinRule(min_tokens=None, min_requests_per_second=0.1)
 AUTO_RATE = Mode("automatic, from 0.1/s", auto=AutoPinConfig(RATE, rate_window_seconds=30.0))
 """The default rule takes prompts above 1,024 tokens, or asked for 100 times a second: no short one at these rates."""
 
-SERVER_STEP_TOKENS = 512
-
 
 @dataclass(frozen=True)
 class Scene:
-    """A load on a pool, and the modes to compare; the first is compared against. `pages`: the real server's pool, or
-    `machine`: an imagined one."""
+    """A load on a pool, and the modes to compare; the first is compared against. `pages` and
+    `step_tokens`: the real server's pool and most tokens of a step, or `machine`: an imagined one."""
 
     name: str
     spec: DocumentsSpec | PopularSpec
     modes: tuple[Mode, ...]
     pages: int = 0
+    step_tokens: int = 512
     machine: Machine | None = None
 
     @property
@@ -113,6 +112,7 @@ _EXPLICIT = (OFF, HARD, SOFT, AUTO)
 PARTS: Mapping[str, tuple[Scene, ...]] = {
     "documents": (
         Scene("28% of the pool", _DOCUMENTS, (OFF, HARD, AUTO), pages=112),
+        Scene("28% of the pool, short steps", _DOCUMENTS, (OFF, HARD, AUTO), pages=112, step_tokens=128),
         Scene(
             "16% of the pool",
             replace(_DOCUMENTS, num_clients=16, flood_per_question=14, rounds=3),
@@ -168,7 +168,7 @@ def run_part(scenes: Sequence[Scene], texts: Path | None, traces: Path) -> list[
             if scene.machine is None:
                 assert model is not None  # some scene has pages
                 prompts = TextPrompts(model.tokenizer, texts).prompts(load)
-                run = ServerScene(model, scene.pages, SERVER_STEP_TOKENS, load, prompts).run
+                run = ServerScene(model, scene.pages, scene.step_tokens, load, prompts).run
             else:
                 run = ReplayScene.of(scene.machine, load, traces / f"pinning-{number}.ptrace").run
             rows.append(run_scene(scene, len(load.items), run))
