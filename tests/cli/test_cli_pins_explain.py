@@ -11,6 +11,7 @@ from cli_kit import LETTERS, MEMORY, RunCli, Running, running
 
 from looseleaf.cli.build import LoadedModel
 from looseleaf.cli.client import ServerClient, ServerError
+from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.config import LayerGroup
 from looseleaf.errors import ConfigError
 from looseleaf.server import ServerSettings
@@ -165,6 +166,23 @@ def test_the_quota_is_shown_and_set(cli: RunCli, server: Running) -> None:
     assert refused.exit_code == 1
     assert "(HTTP 409)" in refused.stderr
     assert cli("pins", "quota", "--salt", "tenant", "--url", server.url).exit_code == 2
+
+
+def test_automatic_pinning_is_shown_and_switched(cli: RunCli, server: Running) -> None:
+    """`pins auto` tells what it does and by which rules; with a mode or a rule it changes that, and nothing else."""
+    cache = server.stack.cache
+    cache.set_auto_pin(AutoPinConfig())
+    shown = json.loads(cli("pins", "auto", "--json", "--url", server.url).stdout)
+    assert (shown["mode"], shown["min_tokens"], shown["min_requests_per_second"]) == ("on", 1024, 100.0)
+    assert (shown["num_pins"], shown["gained_tokens"], shown["candidates"]) == (0, 0, [])
+    text = cli("pins", "auto", "dry-run", "--min-tokens", "2048", "--min-rate", "off", "--url", server.url).stdout
+    assert "mode: dry-run\n" in text
+    assert cache.config.auto_pin == AutoPinConfig(AutoPinRule(2048, None), dry_run=True)
+    assert cli("pins", "auto", "off", "--url", server.url).exit_code == 0
+    assert cache.config.auto_pin is None
+    for arguments in (["sometimes"], ["on", "--min-tokens", "many"], ["--min-tokens", "5"]):
+        assert cli("pins", "auto", *arguments, "--url", server.url).exit_code != 0
+    assert cache.config.auto_pin is None
 
 
 def test_figures_of_pins_are_plain_numbers_with_windows_too(cli: RunCli) -> None:
