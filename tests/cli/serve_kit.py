@@ -15,9 +15,11 @@ SRC = Path(__file__).parents[2] / "src"
 
 # The real command over a fake model: what needs torch is replaced, so that it starts at once.
 PROGRAM = """
+import signal
 import sys
 import time
 import types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 for name in ("demo_model", "runner", "tokenizer"):
     stub = sys.modules["looseleaf.hf." + name] = types.ModuleType("looseleaf.hf." + name)
     for attribute in ("DEMO_MODEL_NAME", "Progress", "demo_model_dir", "quiet_transformers", "HFRunner", "HFTokenizer"):
