@@ -1,13 +1,14 @@
 """Pins that the cache makes by itself: prefixes with a habit that is worth more than what eviction takes next.
 
-A look-up tells which prefixes are used again, and when (`Habits`); evictions and what returns after them tell how long
-blocks live without use and what the next victims are worth (`Pressure`). A prefix that its rule allows is pinned if the
-uses that the pin would save, by block and second, are worth `HYSTERESIS` times the victims, and lapses when they are
-worth less than these.
+A look-up tells which prefixes are used again, and when (`Habits`); evictions, and uses shortly before they would have
+come, tell how long blocks live without use and what the next victims are worth (`Pressure`). A prefix that its rule
+allows is pinned if the uses that the pin would save, by block and second, are worth `HYSTERESIS` times the victims, and
+lapses when they are worth less than these.
 
 What pins gain, and what others lose since pins take their place, is measured. Pins are tried on paper first: the uses
 that they would have saved against those that would have been lost in a smaller cache. They become real once they gain,
-and go back to paper when they lose; each time that happens they must gain twice as much on paper before the next try.
+and go back to paper when they lose; each time that happens they must gain four times as much on paper before the next
+try.
 """
 
 from __future__ import annotations

@@ -111,6 +111,12 @@ class ForgottenTable:
         assert node.chain_keys is not None  # set in the loop
         return node.chain_keys
 
+    def end_keys(self, node: Node) -> list[int]:
+        """Chain keys at the ends of the nodes of a path. O(path) once its keys are worked out."""
+        if not node.is_root:
+            self.keys_of(node)  # of all above too
+        return [self._end_key(step) for step in node.path()]
+
     def key_before(self, node: Node, row: int) -> int | None:
         """Chain key in front of a node's block number `row`; None in front of a namespace's first block."""
         if row:

@@ -17,8 +17,8 @@ def look_up(
     store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, is_first: bool, clock: Callable[[], float]
 ) -> tuple[Node, Int32Array, Explanation]:
     """Find the longest usable prefix of packed tokens `data` and hold it: the last node held, the block table of its
-    path, and why there is no more. Without `reuse` nothing is looked for. `is_first`: False for a
-    request that comes back, which is no further use."""
+    path, and why there is no more. Without `reuse` nothing is looked for. `is_first`: False for a request that
+    comes back, which is no further use."""
     root = store.tree.root(namespace)
     num_tokens = len(data) // TOKEN_BYTES
     if not reuse:
@@ -48,9 +48,8 @@ def look_up(
             explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
             store.pins.on_recomputed(num_evicted_tokens)
         if store.auto_pins is not None and is_first:
-            path = node.path()
-            path_keys = [int(store.forgotten.keys_of(step)[-1]) for step in path]
+            ends = store.forgotten.end_keys(node)
             store.auto_pins.on_lookup(
-                LookUp(namespace, data, path, path_keys, used_at, keys, run, found.num_known_blocks, now)
+                LookUp(namespace, data, node.path(), ends, used_at, keys, run, found.num_known_blocks, now)
             )
     return node, table, explanation

@@ -72,8 +72,8 @@ class PinRules(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.clock = ManualClock()
 
-    def _prompt(self, data: st.DataObject) -> list[int]:  # noqa: ARG002
-        raise AssertionError("the machine chooses its prompts")
+    def _prompt(self, data: st.DataObject) -> list[int]:
+        raise AssertionError(f"the machine chooses its prompts from {data}")
 
     @rule(data=st.data(), wish=WISHES, is_cut=st.booleans(), times=st.sampled_from([1, 1, 2, 3]))
     def pin(self, data: st.DataObject, wish: dict[str, Any], is_cut: bool, times: int) -> None:
