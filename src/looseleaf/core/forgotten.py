@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.chain_keys import ChainKeys, join_keys, root_key
 from looseleaf.core.tree import Node
-from looseleaf.ids import Int64Array, Namespace
+from looseleaf.ids import Int64Array
 
 MIN_ENTRIES = 2**16
 EVICTED = 1
@@ -36,23 +37,13 @@ class EvictedRun:
     evicted_counts: Int64Array
 
 
-def root_key(namespace: Namespace) -> int:
-    """Chain key in front of a namespace's first block. Keys hold within one process only."""
-    return hash(("looseleaf", namespace))
-
-
-def next_key(key: int, block: bytes) -> int:
-    """Chain key of a block whose prefix has `key`: it stands for the block and all before it."""
-    return hash((key, block))
-
-
 class ForgottenTable:
     """Chain keys of forgotten blocks, four for each block of the pool, rounded up, and never few."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         size = max(MIN_ENTRIES, 1 << (4 * num_blocks - 1).bit_length())
         self._shift = 64 - (size.bit_length() - 1)
-        self._block_bytes = block_bytes
+        self._chain = ChainKeys(block_bytes)
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.float64)
         self._counts = np.zeros(size, dtype=np.int64)
@@ -74,19 +65,17 @@ class ForgottenTable:
         """What is remembered of `block` right behind the end of `node`'s run."""
         if self.is_empty:
             return None
-        key = next_key(self._end_key(node), block)
-        place = int(self._places(np.array([key], dtype=np.int64))[0])
-        if int(self._keys[place]) != key or not self._causes[place]:
+        key = self.keys_behind(node, block)
+        if not len(key):
+            return None
+        place = int(self._places(key)[0])
+        if self._keys[place] != key[0] or not self._causes[place]:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
 
     def keys_behind(self, node: Node, data: bytes) -> Int64Array:
         """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n]."""
-        key, keys = self._end_key(node), []
-        for at in range(0, len(data) - self._block_bytes + 1, self._block_bytes):
-            key = next_key(key, data[at : at + self._block_bytes])
-            keys.append(key)
-        return np.array(keys, dtype=np.int64)
+        return self._chain.behind(self._end_key(node), data)
 
     def evicted_run(self, keys: Int64Array) -> EvictedRun:
         """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
@@ -101,13 +90,7 @@ class ForgottenTable:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""
         for step in node.path():
             if step.chain_keys is None:
-                assert step.parent is not None  # a path does not contain the root
-                key = self._end_key(step.parent)
-                keys = []
-                for at in range(0, len(step.tokens), self._block_bytes):
-                    key = next_key(key, step.tokens[at : at + self._block_bytes])
-                    keys.append(key)
-                step.chain_keys = np.array(keys, dtype=np.int64)
+                step.chain_keys = self._chain.behind(self._base_key(step), step.tokens)
         assert node.chain_keys is not None  # set in the loop
         return node.chain_keys
 
@@ -124,11 +107,18 @@ class ForgottenTable:
         assert node.parent is not None  # a root has no blocks
         return None if node.parent.is_root else self._end_key(node.parent)
 
+    def _base_key(self, node: Node) -> int:
+        """Chain key in front of a node's run."""
+        assert node.parent is not None  # a root has no run
+        key = self._end_key(node.parent)
+        return key if node.parent.namespace == node.namespace else join_keys(key, node.namespace)
+
     def _end_key(self, node: Node) -> int:
-        if node.is_root:
-            return root_key(node.namespace)
-        keys = node.chain_keys
-        return int((self.keys_of(node) if keys is None else keys)[-1])
+        if node.chain_keys is None:
+            if not node.is_root:
+                return int(self.keys_of(node)[-1])
+            node.chain_keys = np.array([root_key(node.namespace)], dtype=np.int64)
+        return int(node.chain_keys[-1])
 
     def _places(self, keys: Int64Array) -> Int64Array:
         mixed = keys.view(np.uint64) * np.uint64(_MIX)

@@ -29,9 +29,8 @@ class Lease:
 
     __slots__ = (
         "copies", "desk", "expected_ends", "expected_tokens", "explanation", "first_rows", "head", "is_open",
-        "namespace", "node", "num_blocks", "num_cached_tokens", "num_prompt_tokens", "opened_tick", "own_node",
-        "request_id", "row",
-        "stores", "table", "views",
+        "namespace", "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
+        "opened_tick", "own_node", "request_id", "row", "stores", "table", "views",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +38,7 @@ class Lease:
         desk: LeaseDesk,
         row: int,
         request_id: RequestId,
+        number: int,
         node: Node,
         head: bytearray,
         table: Int32Array,
@@ -51,6 +51,10 @@ class Lease:
         self.own_node = False
         self.row = row
         self.request_id = request_id
+        self.number = number  # the request's, for the policy
+        self.num_output_tokens: int | None = (
+            None  # what the policy learns at the end; None: the tokens behind the prompt
+        )
         self.namespace: Namespace = node.namespace
         self.node = node
         self.head = head
@@ -157,15 +161,16 @@ class Lease:
         """
         self.desk.append(self, tokens)
 
-    def commit(self, num_tokens: int) -> None:
+    def commit(self, num_tokens: int, *, is_padded: bool = False) -> None:
         """Declare the first `num_tokens` tokens written; full blocks become shareable. Less than before: nothing
-        happens.
+        happens. `is_padded`: the last of these blocks is filled up with padding, so that only the very same prompt
+        can reuse it; the eviction policy learns how often that happens.
 
         Raises:
             CommitBeyondReserved: above what is known or reserved; nothing changes.
             LeaseClosed: the lease is released.
         """
-        self.desk.commit(self, num_tokens)
+        self.desk.commit(self, num_tokens, is_padded)
 
     def expect_end(self, num_tokens: int) -> None:
         """Another request waits to go on from this sequence's first `num_tokens` tokens: once these are committed, what

@@ -16,7 +16,7 @@ from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable
 from looseleaf.core.lookup import look_up
-from looseleaf.core.store import BlockStore
+from looseleaf.core.store import BlockStore, Holder
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import (
@@ -53,7 +53,7 @@ class LeaseDesk:
         self._block_tokens = store.plan.block_tokens
         self._block_bytes = store.tree.block_bytes
         self._num_lanes = store.plan.num_lanes
-        self._num_opened = 0
+        self._num_opened = self._num_requests = 0
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
@@ -72,12 +72,14 @@ class LeaseDesk:
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
-            node, table, explanation = look_up(self._store, data, namespace, reuse, count_lookup, self._clock)
+            self._num_requests += 1
+            number = self._num_requests
+            node, table, explanation = look_up(self._store, data, namespace, number, reuse, count_lookup, self._clock)
             earlier = None if count_lookup else self._history.get(request_id)
             if earlier is not None:  # a request that comes back keeps the reason of its first look-up
                 explanation = earlier.explanation
             firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
-            lease = self._make(request_id, node, data, num_tokens, table, reuse, explanation, firsts)
+            lease = self._make(request_id, number, node, data, num_tokens, table, reuse, explanation, firsts)
             num_cached = len(table) * self._block_tokens
             lease.num_cached_tokens = num_cached
             lease.expected_tokens = expected_tokens
@@ -109,7 +111,10 @@ class LeaseDesk:
             data = self._known_tokens(parent)
             self._store.share(parent.node, shared[shared != ABSENT])
             firsts = list(parent.first_rows)
-            child = self._make(request_id, parent.node, data, num_tokens, shared, parent.stores, explanation, firsts)
+            self._num_requests += 1
+            number = self._num_requests
+            stores = parent.stores
+            child = self._make(request_id, number, parent.node, data, num_tokens, shared, stores, explanation, firsts)
             child.num_cached_tokens = num_full * self._block_tokens
             child.expected_tokens = parent.expected_tokens
             if num_tail:
@@ -133,6 +138,7 @@ class LeaseDesk:
     def _make(
         self,
         request_id: RequestId,
+        number: int,
         node: Node,
         data: bytes,
         num_tokens: int,
@@ -144,7 +150,7 @@ class LeaseDesk:
         row = self.rows.open()
         num_head = num_tokens // self._block_tokens * self._block_bytes
         head, tick = bytearray(data[:num_head]), self._store.tick
-        lease = Lease(self, row, request_id, node, head, table, stores, explanation, firsts, tick)
+        lease = Lease(self, row, request_id, number, node, head, table, stores, explanation, firsts, tick)
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
@@ -162,7 +168,11 @@ class LeaseDesk:
                 lease.namespace, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
             )
             self._history.add(lease.request_id, finished)
-            self._store.let_go(lease.node, _present(lease.table[: lease.num_blocks]), lease.first_rows)
+            num_output = lease.num_output_tokens
+            if num_output is None:
+                num_output = int(self.rows.num_tokens[lease.row]) - lease.num_prompt_tokens
+            blocks = _present(lease.table[: lease.num_blocks])
+            self._store.let_go(lease.node, blocks, lease.first_rows, lease.number, num_output)
             lease.is_open = False
             self.rows.close(lease.row)
             del self.live[lease.request_id]
@@ -215,7 +225,7 @@ class LeaseDesk:
             lease.head += data[:num_head]
             self._set_tail(lease, data[num_head:])
 
-    def commit(self, lease: Lease, num_tokens: int) -> None:
+    def commit(self, lease: Lease, num_tokens: int, is_padded: bool) -> None:
         """See `Lease.commit`."""
         num_tokens = _count(num_tokens, "commit")
         with self._lock:
@@ -224,7 +234,7 @@ class LeaseDesk:
             if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
                 raise self._beyond(row, num_tokens)
             if num_tokens > rows.num_committed[row]:
-                self._commit_to(lease, int(rows.num_committed[row]), num_tokens)
+                self._commit_to(lease, int(rows.num_committed[row]), num_tokens, is_padded)
                 rows.num_committed[row] = num_tokens
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
@@ -379,7 +389,7 @@ class LeaseDesk:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _commit_to(self, lease: Lease, before_tokens: int, after_tokens: int) -> None:
+    def _commit_to(self, lease: Lease, before_tokens: int, after_tokens: int, is_padded: bool = False) -> None:
         """Store the blocks that became full between two committed lengths."""
         first, last = before_tokens // self._block_tokens, after_tokens // self._block_tokens
         if last == first:
@@ -387,7 +397,8 @@ class LeaseDesk:
         if lease.stores:
             data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
             rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
-            lease.node, lease.own_node = self._store.add(lease.node, lease.own_node, data, rows, lease.opened_tick)
+            holder = Holder(lease.own_node, lease.opened_tick, lease.number, is_padded)
+            lease.node, lease.own_node = self._store.add(lease.node, data, rows, holder)
             for end in [end for end in lease.expected_ends if end <= last]:
                 lease.expected_ends.remove(end)
                 self._store.mark_end(lease.node, end)

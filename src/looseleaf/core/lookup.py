@@ -14,11 +14,17 @@ from looseleaf.ids import Int32Array, Namespace
 
 
 def look_up(
-    store: BlockStore, data: bytes, namespace: Namespace, reuse: bool, is_first: bool, clock: Callable[[], float]
+    store: BlockStore,
+    data: bytes,
+    namespace: Namespace,
+    request: int,
+    reuse: bool,
+    is_first: bool,
+    clock: Callable[[], float],
 ) -> tuple[Node, Int32Array, Explanation]:
     """Find the longest usable prefix of packed tokens `data` and hold it: the last node held, the block table of its
-    path, and why there is no more. Without `reuse` nothing is looked for. `is_first`: False for a request that
-    comes back, which is no further use."""
+    path, and why there is no more. `request`: its number for the policy. Without `reuse` nothing is looked for.
+    `is_first`: False for a request that comes back, which is no further use."""
     root = store.tree.root(namespace)
     num_tokens = len(data) // TOKEN_BYTES
     if not reuse:
@@ -27,7 +33,7 @@ def look_up(
     num_usable = (num_tokens - 1) // block_tokens
     found = store.find(root, data, num_usable)
     used_at = [step.last_used_at for step in found.match.node.path()]
-    node, table = store.hold(found.match)
+    node, table = store.hold(found.match, request)
     cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
     now = clock()
     explanation = explain_lookup(store.tree, store.forgotten, node, data, cut, now)
@@ -40,9 +46,12 @@ def look_up(
         num_pinned = sum(step.num_blocks for step in path if step.is_pinned)
         if num_pinned:
             explanation = replace(explanation, num_pinned_tokens=num_pinned * block_tokens)
-    if explanation.reason == "evicted" or store.auto_pins is not None:
+    uses_keys = store.victims.policy.uses_keys
+    if uses_keys or explanation.reason == "evicted" or store.auto_pins is not None:
         keys = store.forgotten.keys_behind(node, data[node.end * block_bytes : num_usable * block_bytes])
         run = store.forgotten.evicted_run(keys)
+        if uses_keys:
+            store.victims.on_missed(keys.tolist(), store.next_use(request))
         if explanation.reason == "evicted":
             num_evicted_tokens = len(run.keys) * block_tokens
             explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)

@@ -68,7 +68,7 @@ class CacheManager:
         self.plan = CachePlan.of(config)
         self._clock = clock
         self._lock = threading.RLock()
-        self._store = BlockStore(self.plan, POLICIES[config.policy](), clock, on_event)
+        self._store = BlockStore(self.plan, POLICIES[config.policy](self.plan.num_blocks), clock, on_event)
         max_tokens = 4 * self.plan.num_blocks * self.plan.block_tokens
         self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)

@@ -51,6 +51,7 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     _move(store, desk, outside, inside, plan.num_pages)
     store.plan = plan
     store.pressure.num_blocks = plan.num_blocks
+    store.victims.policy.resize(plan.num_blocks)
     store.pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
     return ResizeResult(plan.num_pages, plan.num_blocks, num_evicted, _pairs(outside, inside))
 

@@ -3,8 +3,9 @@ meet."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
-from looseleaf.core.eviction import EvictionPolicy
+from looseleaf.core.eviction import EvictionPolicy, Use
 from looseleaf.core.forgotten import CLEARED, EVICTED, ForgottenTable
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
@@ -40,6 +41,17 @@ class Usable:
     num_known_blocks: int
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who stores blocks. own_node: it made the node behind which it stores. opened_tick: when its lease was made.
+    request: its number for the policy. is_padded: the last block stored is not full of tokens."""
+
+    own_node: bool
+    opened_tick: int
+    request: int
+    is_padded: bool = False
+
+
 class BlockStore:
     """The blocks of one pool and what is stored in them. Knows paths and runs; of leases it knows only their block
     ids. Block tables are int32 [num_blocks, num_lanes] with ABSENT where a sliding group holds nothing."""
@@ -61,6 +73,7 @@ class BlockStore:
         self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
         self.tick = 0
+        self._seconds = -math.inf
         self._clock = clock
         self._keeps_all = len(self.sliding) < len(plan.groups)
 
@@ -98,9 +111,9 @@ class BlockStore:
         """Blocks, in all lanes, that a lease holds which goes on behind `num_blocks` logical blocks."""
         return sum(group.num_lanes * (num_blocks - group.first_needed_block(num_blocks)) for group in self.plan.groups)
 
-    def hold(self, match: Match) -> tuple[Node, Int32Array]:
-        """Hold what a usable look-up found; a run matched midway is split there. The last node held, and the block
-        table of its path, ABSENT where a group needs no block to go on from its end."""
+    def hold(self, match: Match, request: int) -> tuple[Node, Int32Array]:
+        """Hold what a usable look-up of request number `request` found; a run matched midway is split there. The last
+        node held, and the block table of its path, ABSENT where a group needs no block to go on from its end."""
         node = match.node
         if match.num_edge_blocks < node.num_blocks:
             node = self.victims.split(node, match.num_edge_blocks)
@@ -110,22 +123,21 @@ class BlockStore:
         table: Int32Array = np.concatenate([step.blocks for step in path])
         for group in self.sliding:
             table[: group.first_needed_block(node.end), group.lanes] = ABSENT
-        self._hold_path(path, table[table != ABSENT] if self.sliding else table.ravel())
+        self._hold_path(path, table[table != ABSENT] if self.sliding else table.ravel(), request)
         self._mark_needed(node, self._first_needed(node.end))
         return node, table
 
-    def let_go(self, node: Node, blocks: Int32Array, firsts: list[int]) -> None:
+    def let_go(self, node: Node, blocks: Int32Array, firsts: list[int], request: int, num_output_tokens: int) -> None:
         """Undo `hold`: drop one holder of `blocks` [n], of which those stored lie on the path down to `node`, in each
-        group from the logical block of `firsts` on."""
+        group from the logical block of `firsts` on. Its request has ended after so many output tokens."""
         node = node.nearest_alive()
         path = node.path()
         self.ledger.drop(blocks)
-        self.tick += 1
-        now = self._clock()
+        use = self.next_use(request)
         for step in path:
             step.num_holders -= 1
-            step.last_tick, step.last_used_at = self.tick, now
-        self.victims.policy.release([step.id for step in path], self.tick)
+            step.last_tick, step.last_used_at = use.tick, use.seconds
+        self.victims.on_released(path, use, num_output_tokens)
         self._mark_needed(node, firsts)
         self.victims.review(node)
         if node.is_root:
@@ -147,15 +159,20 @@ class BlockStore:
         node = node.nearest_alive()
         self.slid_out.review([step for step in node.path(first_block) if step.start < stop_block])
 
-    def _hold_path(self, path: list[Node], blocks: Int32Array) -> None:
+    def next_use(self, request: int) -> Use:
+        """A moment of its own in logical time."""
+        self.tick += 1
+        self._seconds = max(self._seconds, self._clock())
+        return Use(self.tick, self._seconds, request)
+
+    def _hold_path(self, path: list[Node], blocks: Int32Array, request: int) -> None:
         self.ledger.hold(blocks)
         path[-1].sealed = True
-        self.tick += 1
-        now = self._clock()
+        use = self.next_use(request)
         for node in path:
             node.num_holders += 1
-            node.last_tick, node.last_used_at = self.tick, now
-        self.victims.policy.hit([step.id for step in path], self.tick)
+            node.last_tick, node.last_used_at = use.tick, use.seconds
+        self.victims.on_hit(path, use)
         self.victims.review(path[-1])
 
     def _first_needed(self, num_blocks: int) -> list[int]:
@@ -182,13 +199,12 @@ class BlockStore:
 
     # --- storing --------------------------------------------------------------------------------------------------
 
-    def add(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array, opened_tick: int) -> tuple[Node, bool]:
+    def add(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder) -> tuple[Node, bool]:
         """Store a holder's blocks behind `node`, where its path ends. `data`: their packed tokens.
 
         Where an equal run is stored already, the holder changes over to it: `blocks` [n, num_lanes] is overwritten in
         place with the stored ids and the holder's own copies are given back; what a group had let go of there is stored
-        again. `own_node` says that `node` was made by this holder, `opened_tick` when its lease was made. Returns the
-        new end of its path and whether it made that node.
+        again. Returns the new end of its path and whether it made that node.
         """
         size = self.tree.block_bytes
         if node.is_root:
@@ -197,15 +213,16 @@ class BlockStore:
         while at < len(blocks):
             child = node.children.get(data[at * size : (at + 1) * size])
             if child is None:
-                return self._add_new(node, own_node, data[at * size :], blocks[at:].copy(), opened_tick), True
+                return self._add_new(node, data[at * size :], blocks[at:].copy(), holder), True
             num_equal = self.tree.common_blocks(child.tokens, data, at * size, len(data))
             if num_equal < child.num_blocks:
                 child = self.victims.split(child, num_equal)
-            self._change_over(child, blocks[at : at + num_equal])
-            node, own_node, at = child, False, at + num_equal
+            self._change_over(child, blocks[at : at + num_equal], holder.request)
+            node, at = child, at + num_equal
+            holder = replace(holder, own_node=False)
         return node, False
 
-    def _change_over(self, node: Node, blocks: Int32Array) -> None:
+    def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
         own, stored = blocks.flatten(), node.blocks.ravel()
         if self.sliding and (stored == ABSENT).any():
@@ -213,7 +230,7 @@ class BlockStore:
             is_own = blocks != node.blocks
             own, stored = blocks[is_own], node.blocks[is_own]
             self.pins.marks.on_filled(node)
-        self._hold_path([node], stored)
+        self._hold_path([node], stored, request)
         self.ledger.drop(own)
         blocks[:] = node.blocks
 
@@ -237,27 +254,31 @@ class BlockStore:
                         )
                     )
 
-    def _add_new(self, node: Node, own_node: bool, data: bytes, blocks: Int32Array, opened_tick: int) -> Node:
+    def _add_new(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder) -> Node:
         """Store a run that is not stored yet: longer, where the holder's own node still has one history, else as a
         child."""
         self.ledger.store(blocks.ravel())
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
-        tick = COLD_TICK + opened_tick
-        if own_node and not node.sealed and not node.children and node.num_blocks < MAX_GROWING_BLOCKS:
+        tick = COLD_TICK + holder.opened_tick
+        grows = holder.own_node and not (node.sealed or node.children or holder.is_padded)
+        if grows and node.num_blocks < MAX_GROWING_BLOCKS:
             leaf = node
             self.tree.extend(node, data, blocks)
+            self.victims.on_extended(node, len(blocks))
             if node.marks is not None:
                 node.marks.extend(len(blocks), tick)
         else:
-            if not own_node:  # runs part here: others may end here too
+            if not holder.own_node:  # runs part here: others may end here too
                 self._mark_needed(node, self._first_needed(node.end))
             leaf = self.tree.insert(node, data, blocks)
             leaf.num_holders = 1
-            self.tick += 1
-            leaf.last_tick, leaf.last_used_at = self.tick, self._clock()
+            leaf.sealed = holder.is_padded
+            use = self.next_use(holder.request)
+            leaf.last_tick, leaf.last_used_at = use.tick, use.seconds
             if self.sliding:
                 leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
-            self.victims.policy.insert(leaf.id, self.tick)
+            key = int(self.forgotten.keys_of(leaf)[0]) if self.victims.policy.uses_keys else 0
+            self.victims.on_stored(leaf, use, key, holder.is_padded)
             self.victims.review(node)
         if self.on_event is not None:
             first = leaf.num_blocks - len(blocks)
@@ -363,7 +384,7 @@ class BlockStore:
         parent = node.parent
         assert parent is not None  # roots own no blocks
         first = node.num_blocks - num_blocks
-        keys = None if self.on_event is None else self.forgotten.keys_of(node)[first:].copy()
+        keys = self.forgotten.keys_of(node)[first:].copy()
         blocks: Int32Array = node.blocks[first:].ravel()
         blocks = blocks[blocks != ABSENT]
         was_kept = self.auto_pins is not None and self.auto_pins.on_forgotten(node, num_blocks)
@@ -374,15 +395,15 @@ class BlockStore:
         num_freed = self.ledger.forget(blocks)
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
+            self.victims.on_shortened(node, num_blocks, int(keys[0]))
         else:
-            self.victims.withdraw(node)
-            self.victims.policy.forget(node.id)
+            self.victims.on_gone(node, int(keys[0]) if cause == EVICTED else None)
             self.tree.remove(node)
             if parent.is_root:
                 self.drop_if_empty(parent)
             else:
                 self.victims.review(parent)
-        if self.on_event is not None and keys is not None:
+        if self.on_event is not None:
             self.on_event(BlocksRemoved(node.namespace, keys, "evicted" if cause == EVICTED else "cleared"))
         return num_freed
 

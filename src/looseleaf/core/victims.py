@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from looseleaf.core.eviction import EvictionPolicy
+from looseleaf.core.eviction import EvictionPolicy, StoredRun, Use
 from looseleaf.core.eviction.heap import OfferedHeap
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tree import Node, PrefixTree
@@ -23,6 +23,39 @@ class VictimQueue:
         self._slid_out = slid_out
         self._soft = OfferedHeap()
         self._num_soft_offers = 0
+
+    # --- what happens to stored runs, for the policy ---------------------------------------------------------------
+
+    def on_stored(self, node: Node, use: Use, key: int, is_padded: bool) -> None:
+        """A run was stored as a new node; `key`: chain key of its first block if the policy uses keys."""
+        self.policy.insert(node.id, StoredRun(node.num_blocks, node.start, key, is_padded), use)
+
+    def on_extended(self, node: Node, num_blocks: int) -> None:
+        """A run was lengthened by its holder."""
+        self.policy.extend(node.id, num_blocks)
+
+    def on_hit(self, path: Sequence[Node], use: Use) -> None:
+        """A request reuses these runs, root side first."""
+        self.policy.hit([node.id for node in path], use)
+
+    def on_missed(self, keys: Sequence[int], use: Use) -> None:
+        """Chain keys of what a request did not find."""
+        self.policy.missed(keys, use)
+
+    def on_released(self, path: Sequence[Node], use: Use, num_output_tokens: int) -> None:
+        """A request over these runs, root side first, has ended."""
+        self.policy.release([node.id for node in path], use, num_output_tokens)
+
+    def on_shortened(self, node: Node, num_blocks: int, key: int) -> None:
+        """A run lost its last blocks."""
+        self.policy.shorten(node.id, num_blocks, key)
+
+    def on_gone(self, node: Node, key: int | None) -> None:
+        """A run is gone; see `EvictionPolicy.forget`."""
+        self.withdraw(node)
+        self.policy.forget(node.id, key)
+
+    # --- who goes next ---------------------------------------------------------------------------------------------
 
     def review(self, node: Node) -> None:
         """Offer the node, withdraw it, or move it between the queues, as its state demands. O(log victims)."""
@@ -49,7 +82,7 @@ class VictimQueue:
         """Cut a run after `num_blocks` blocks where histories part; both parts keep the history so far. The upper
         part."""
         upper = self._tree.split(node, num_blocks)
-        self.policy.split(node.id, upper.id)
+        self.policy.split(node.id, upper.id, upper.num_blocks)
         self._slid_out.review([upper])
         return upper
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from looseleaf.core.eviction.fifo import FIFOPolicy
 from looseleaf.core.eviction.lfu import LFUPolicy
 from looseleaf.core.eviction.lru import LRUPolicy
-from looseleaf.core.eviction.policy import EvictionPolicy
+from looseleaf.core.eviction.policy import EvictionPolicy, PolicyFactory, StoredRun, Use
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType(
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {policy.name: policy for policy in (LRUPolicy, FIFOPolicy, LFUPolicy)}
 )
 
-__all__ = ["POLICIES", "EvictionPolicy"]
+__all__ = ["POLICIES", "EvictionPolicy", "PolicyFactory", "StoredRun", "Use"]

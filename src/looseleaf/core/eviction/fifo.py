@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from looseleaf.core.eviction.lru import LRUPolicy
+from looseleaf.core.eviction.policy import Use
 
 
 class FIFOPolicy(LRUPolicy):
@@ -13,8 +14,8 @@ class FIFOPolicy(LRUPolicy):
 
     name: ClassVar[str] = "fifo"
 
-    def hit(self, node_ids: Sequence[int], now: int) -> None:
+    def hit(self, node_ids: Sequence[int], use: Use) -> None:
         """Changes nothing."""
 
-    def release(self, node_ids: Sequence[int], now: int) -> None:
+    def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:
         """Changes nothing."""

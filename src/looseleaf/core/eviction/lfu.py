@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from looseleaf.core.eviction.heap import Key
 from looseleaf.core.eviction.lru import LRUPolicy
+from looseleaf.core.eviction.policy import StoredRun, Use
 
 
 class LFUPolicy(LRUPolicy):
@@ -14,31 +15,31 @@ class LFUPolicy(LRUPolicy):
 
     name: ClassVar[str] = "lfu"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self._num_uses: dict[int, int] = {}
 
     def key(self, node_id: int, depth_blocks: int) -> Key:
         """Uses first, then recency."""
         return (self._num_uses[node_id], self._last_used[node_id], -depth_blocks)
 
-    def insert(self, node_id: int, now: int) -> None:
+    def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """The first use."""
-        super().insert(node_id, now)
+        super().insert(node_id, run, use)
         self._num_uses[node_id] = 1
 
-    def hit(self, node_ids: Sequence[int], now: int) -> None:
+    def hit(self, node_ids: Sequence[int], use: Use) -> None:
         """One more use of each."""
-        super().hit(node_ids, now)
+        super().hit(node_ids, use)
         for node_id in node_ids:
             self._num_uses[node_id] += 1
 
-    def split(self, node_id: int, upper_id: int) -> None:
+    def split(self, node_id: int, upper_id: int, num_upper_blocks: int) -> None:
         """Both parts were used as often as the whole."""
-        super().split(node_id, upper_id)
+        super().split(node_id, upper_id, num_upper_blocks)
         self._num_uses[upper_id] = self._num_uses[node_id]
 
-    def forget(self, node_id: int) -> None:
+    def forget(self, node_id: int, key: int | None) -> None:
         """O(1)."""
-        super().forget(node_id)
+        super().forget(node_id, key)
         del self._num_uses[node_id]

@@ -1,0 +1,71 @@
+"""Chain keys: one 64-bit number for a block and all that lies before it, the same in every process.
+
+They name content where content itself is gone or too large: in the event stream, in what was forgotten, in the memory
+of eviction policies. Matches never rely on them: the tree compares tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from looseleaf.ids import Int64Array, Namespace
+
+_STEP = 0x9E3779B97F4A7C15  # odd, so that it can be divided by, modulo 2**64
+_MASK = 2**64 - 1
+
+
+def root_key(namespace: Namespace) -> int:
+    """Chain key in front of a namespace's first block."""
+    digest = hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8, person=b"looseleaf").digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def join_keys(key: int, namespace: Namespace) -> int:
+    """Chain key behind `key` where another namespace begins."""
+    seed = key.to_bytes(8, "little", signed=True)
+    data = namespace.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=seed).digest(), "little", signed=True)
+
+
+class ChainKeys:
+    """Chain keys of blocks of one size, a whole prompt in a few array operations.
+
+    A block's tokens t give a multilinear hash h = Σ tⱼ·rⱼ over fixed odd r (Dietzfelbinger, STACS 1996), mixed once,
+    and the keys follow kᵢ₊₁ = kᵢ·s + hᵢ, all modulo 2**64. As s is odd, kᵢ = sⁱ·(k₀ + Σ hⱼ·s⁻ʲ⁻¹): a cumulative sum.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_tokens = block_bytes // 4
+        raw = np.random.PCG64(0x10051EAF).random_raw(self._block_tokens)  # a stream that numpy promises not to change
+        self._factors: npt.NDArray[np.uint64] = raw | np.uint64(1)
+        self._powers = self._inverses = np.ones(1, dtype=np.uint64)
+
+    def behind(self, key: int, data: bytes | memoryview) -> Int64Array:
+        """Keys of the whole blocks of packed tokens `data` behind what has `key`: int64 [n]. O(tokens)."""
+        count = len(data) // (4 * self._block_tokens)
+        if count >= len(self._powers):
+            self._grow(2 * count)
+        tokens = np.frombuffer(data, dtype=np.int32, count=count * self._block_tokens).astype(np.uint64)
+        hashes = (tokens.reshape(count, self._block_tokens) + np.uint64(1)) @ self._factors
+        hashes ^= hashes >> np.uint64(32)
+        hashes *= np.uint64(0xD6E8FEB86659FD93)
+        sums = np.cumsum(hashes * self._inverses[1 : count + 1], dtype=np.uint64)
+        sums += np.uint64(key & _MASK)
+        sums *= self._powers[1 : count + 1]
+        keys: Int64Array = sums.view(np.int64)
+        return keys
+
+    def _grow(self, count: int) -> None:
+        """Powers of the step and of its inverse, up to `count`."""
+        self._powers = _powers(_STEP, count)
+        self._inverses = _powers(pow(_STEP, -1, 2**64), count)
+
+
+def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
+    factors = np.full(count + 1, base, dtype=np.uint64)
+    factors[0] = 1
+    powers: npt.NDArray[np.uint64] = np.cumprod(factors, dtype=np.uint64)
+    return powers
