@@ -115,7 +115,7 @@ def test_lengths_only_need_an_absolute_capacity(cli: RunCli, lengths: Path) -> N
         (["--capacity", "2GiB"], "--bytes-per-token"),
         (["--capacity", "15blocks"], "less than one page"),
         (["--policy", "lruu"], "lru"),
-        (["--instant", "--block-tokens", "16"], "--block-tokens 512"),
+        (["--instant", "--block-tokens", "48"], "whole part"),
         (["--prefill-rate", "0"], "prefill_rate"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,40 @@ def test_hits_equal_a_plain_referee(policy: str, capacity: int, page_tokens: int
     assert result.input_tokens == sum(request.num_input_tokens for request in trace.requests)
 
 
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+@pytest.mark.parametrize("block_tokens", [8, 4])
+def test_blocks_of_a_trace_can_be_cut(policy: str, block_tokens: int) -> None:
+    """A block of the trace may be several blocks of the cache: hits are those of a trace that tells the small ones."""
+    trace = conversations(120)
+    ratio = 16 // block_tokens
+    cut = []
+    for request in trace.requests:
+        blocks = [block * ratio + part for block in request.blocks for part in range(ratio)]
+        num_blocks = -(-request.num_input_tokens // block_tokens)
+        cut.append(replace(request, blocks=tuple(blocks[:num_blocks])))
+    small = Trace("cut", block_tokens, tuple(cut))
+    for capacity in (7 * ratio, 41 * ratio + 1):
+        result = replay_instant(trace, capacity, policy, block_tokens=block_tokens)
+        assert result.hit_tokens == referee(small, capacity, policy)
+        assert result.block_tokens == block_tokens
+        assert result == replace(replay_instant(small, capacity, policy), trace=trace.name)
+
+
+def test_nothing_is_shared_across_namespaces() -> None:
+    """A trace's namespaces are those of the cache: blocks of one are never found from another, in both modes."""
+    requests = tuple(
+        TraceRequest(number * 10.0, 64, 1, tuple(range(4 * place, 4 * place + 4)), namespace=name)
+        for number, (place, name) in enumerate([(0, ""), (1, "a"), (0, ""), (1, "a")])
+    )
+    trace = Trace("tenants", 16, requests)
+    same = Trace("same blocks", 16, tuple(replace(request, blocks=(0, 1, 2, 3)) for request in requests))
+    for tenants in (trace, same):
+        assert replay_instant(tenants, 100).hit_tokens == 128
+        assert replay_timed(tenants, CacheConfig(num_pages=8)).hit_tokens == 2 * 48
+    alone = Trace("one", 16, tuple(replace(request, namespace="") for request in same.requests))
+    assert replay_instant(alone, 100).hit_tokens == 192
+
+
 def test_more_memory_never_hurts_lru() -> None:
     """LRU is a stack algorithm: hits grow with capacity, up to those of an endless cache."""
     trace = conversations()
@@ -81,8 +116,9 @@ def test_instant_needs_content_and_its_own_blocks() -> None:
     lengths = Trace("lengths", None, (TraceRequest(0, 10, 1, ()),))
     with pytest.raises(ConfigError, match="lengths only"):
         replay_instant(lengths, 10)
-    with pytest.raises(ConfigError, match="has blocks of 16 tokens, --block-tokens asks for 32"):
-        replay_instant(conversations(5), 10, block_tokens=32)
+    for size in (32, 12, 0):
+        with pytest.raises(ConfigError, match=f"has blocks of 16 tokens, --block-tokens asks for {size}"):
+            replay_instant(conversations(5), 10, block_tokens=size)
 
 
 def test_blocks_of_another_size_are_noticed() -> None:
@@ -138,6 +174,18 @@ def test_timed_replay_under_pressure() -> None:
     assert result.peak_blocks <= 320
     assert result.evicted_blocks > 0
     assert result.preemptions > 0
+
+
+def test_a_machine_serves_so_many_at_once() -> None:
+    """With a limit on running requests the others wait, whatever memory there is; one at a time takes one's memory."""
+    trace = Trace("burst", None, tuple(TraceRequest(0.0, 100, 8, ()) for _ in range(6)))
+    peaks = [
+        replay_timed(trace, CacheConfig(num_pages=8), RateModel(max_running=limit)).peak_held_tokens
+        for limit in (1, 2, None)
+    ]
+    assert peaks == [112, 224, 672]
+    with pytest.raises(ConfigError, match="max_running is 0"):
+        RateModel(max_running=0)
 
 
 def test_peaks_of_held_and_used_memory() -> None:

@@ -1,14 +1,15 @@
 """Replay of a trace, each request served at once and alone: what a policy and a capacity would have hit.
 
-The rules are those of a referee that works on blocks: each block of the trace is one block of the cache, filled with
-tokens of its own; one token is added to each prompt so that all of it can hit; a partial last block, if the trace tells
-it, weighs the tokens that it has; of a request longer than the capacity only the first blocks are stored.
+The rules are those of a referee that works on blocks: each block of the trace is one block of the cache (or several
+smaller ones), filled with tokens of its own; one token is added to each prompt so that all of it can hit; a partial
+last block, if the trace tells it, weighs the tokens that it has; of a request longer than the capacity only the first
+blocks are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,6 +71,7 @@ def replay_instant(
     block_tokens: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     auto_pin: AutoPinConfig | None = None,
+    config: CacheConfig = CacheConfig(1),
 ) -> ReplayResult:
     """Serve each request of `trace` at once and alone, in order.
 
@@ -78,39 +80,66 @@ def replay_instant(
         capacity_blocks: blocks of the cache; exact, also where it is no whole number of pages.
         policy: name of an eviction policy.
         page_tokens: tokens of a page, 256 if None; at least one block. Hits do not depend on it.
-        block_tokens: tokens of a block, the trace's own if None; any other size is refused.
+        block_tokens: tokens of a block of the cache, the trace's own if None; a whole part of it.
         on_progress: is called with the number of requests done.
         auto_pin: what the cache may pin by itself; None: nothing.
+        config: quotas and the like; its sizes and its policy do not count.
 
     Raises:
         ConfigError: the trace has lengths only, or sizes that do not go together.
+    """
+    size = replayed_block_tokens(trace, block_tokens)
+    page = max(page_tokens or 256, size)
+    num_pages = -(-capacity_blocks * size // page)
+    config = replace(
+        config,
+        num_pages=num_pages,
+        page_tokens=page,
+        block_tokens=size,
+        policy=policy,
+        num_known_requests=0,
+        auto_pin=auto_pin,
+    )
+    clock = TraceClock()
+    cache = CacheManager(config, clock=clock)
+    num_spare = cache.plan.num_blocks - capacity_blocks
+    with cache.lease(np.zeros(1, dtype=np.int32), request_id="spare", count_lookup=False, reuse=False) as spare:
+        spare.reserve(num_spare * size)  # the last page's blocks beyond the capacity
+        return _serve_all(trace, cache, clock, capacity_blocks, on_progress)
+
+
+def replayed_block_tokens(trace: Trace, block_tokens: int | None) -> int:
+    """Tokens of a block of the cache when `trace` is replayed instantly in blocks of `block_tokens`, None for its own.
+
+    Raises:
+        ConfigError: the trace has lengths only, or blocks that can't be cut like that.
     """
     if trace.block_tokens is None:
         raise ConfigError(
             f"{trace.name} tells lengths only, not which blocks prompts share", "replay it without --instant"
         )
     size = trace.block_tokens if block_tokens is None else block_tokens
-    if size != trace.block_tokens:
+    if size < 1 or trace.block_tokens % size:
         raise ConfigError(
             f"{trace.name} has blocks of {trace.block_tokens} tokens, --block-tokens asks for {size}",
-            f"with --instant a block of the trace is a block of the cache: use --block-tokens {trace.block_tokens}",
+            f"with --instant a block of the trace is one or several blocks of the cache: use {trace.block_tokens} or a "
+            "whole part of it",
         )
     for number, request in enumerate(trace.requests):
-        if not 0 <= len(request.blocks) - request.num_input_tokens // size <= bool(request.num_input_tokens % size):
+        num_whole, rest = divmod(request.num_input_tokens, trace.block_tokens)
+        if not 0 <= len(request.blocks) - num_whole <= bool(rest):
             raise ConfigError(
                 f"request {number} of {trace.name} has {request.num_input_tokens} tokens in {len(request.blocks)} "
-                f"blocks, which are not blocks of {size} tokens",
-                "leave --block-tokens out, or give the size that the trace was made with",
+                f"blocks, which are not blocks of {trace.block_tokens} tokens",
+                "give the size that the trace was made with",
             )
-    page = max(page_tokens or 256, size)
-    num_pages = -(-capacity_blocks * size // page)
-    config = CacheConfig(num_pages, page, size, policy, num_known_requests=0, auto_pin=auto_pin)
-    clock = TraceClock()
-    cache = CacheManager(config, clock=clock)
-    num_spare = cache.plan.num_blocks - capacity_blocks
-    with cache.lease(np.zeros(1, dtype=np.int32), request_id="spare", count_lookup=False, reuse=False) as spare:
-        spare.reserve(num_spare * size)  # the last page's blocks beyond the capacity
-        return _serve_all(trace, cache, clock, capacity_blocks, num_spare, on_progress)
+    return size
+
+
+def num_cache_blocks(request: TraceRequest, trace_block_tokens: int, block_tokens: int) -> int:
+    """Blocks of `block_tokens` that the told part of a request's prompt fills, the last one maybe in part."""
+    told = min(len(request.blocks) * trace_block_tokens, request.num_input_tokens)
+    return -(-told // block_tokens)
 
 
 def _serve_all(
@@ -118,28 +147,32 @@ def _serve_all(
     cache: CacheManager,
     clock: TraceClock,
     capacity_blocks: int,
-    num_spare: int,
     on_progress: Callable[[int], None] | None,
 ) -> ReplayResult:
-    size = cache.plan.block_tokens
-    hit_tokens = peak_blocks = num_places = num_filled = peak_held = peak_used = 0
+    size, trace_size = cache.plan.block_tokens, trace.block_tokens or 0
+    hit_tokens = num_places = num_filled = peak_held = peak_used = 0
+    fewest_free = capacity_blocks
     for number, request in enumerate(trace.requests):
         clock.seconds = request.at_seconds
-        prompt = _prompt(request, size)
-        num_stored = min(len(request.blocks), capacity_blocks) * size
-        with cache.lease(prompt, request_id="served") as lease:
-            hit_tokens += min(lease.num_cached_tokens, request.num_input_tokens)
+        num_input = request.num_input_tokens
+        num_blocks = num_cache_blocks(request, trace_size, size)
+        with cache.lease(_prompt(request, trace_size, num_blocks * size), "served", request.namespace) as lease:
+            hit_tokens += min(lease.num_cached_tokens, num_input)
+            num_stored = min(num_blocks, capacity_blocks) * size
             lease.reserve(num_stored)
-            lease.commit(num_stored)
-            stats = cache.stats()
-            peak_blocks = max(peak_blocks, stats.num_blocks - stats.free_blocks - num_spare)
+            if num_stored > num_input:  # the last block is not full
+                lease.commit(num_stored - size)
+                lease.commit(num_stored, is_padded=True)
+            else:
+                lease.commit(num_stored)
+            lease.num_output_tokens = request.num_output_tokens
+            fewest_free = min(fewest_free, cache.room().num_free_blocks)
+            num_used = min(num_stored, num_input)
             num_places += num_stored
-            num_used = min(num_stored, request.num_input_tokens)
             num_filled += num_used
             peak_held, peak_used = max(peak_held, num_stored), max(peak_used, num_used)
         if on_progress is not None:
             on_progress(number + 1)
-    stats = cache.stats()
     input_tokens = sum(request.num_input_tokens for request in trace.requests)
     return ReplayResult(
         trace=trace.name,
@@ -153,15 +186,16 @@ def _serve_all(
         hit_tokens=hit_tokens,
         token_hit_rate=hit_tokens / input_tokens if input_tokens else 0.0,
         waste=1 - num_filled / num_places if num_places else 0.0,
-        peak_blocks=peak_blocks,
-        evicted_blocks=stats.evicted_tokens // size,
+        peak_blocks=capacity_blocks - fewest_free,
+        evicted_blocks=cache.stats().evicted_tokens // size,
         peak_held_tokens=peak_held,
         peak_used_tokens=peak_used,
         auto_pin=cache.auto_pin_report() if cache.config.auto_pin else None,
     )
 
 
-def _prompt(request: TraceRequest, block_tokens: int) -> Int32Array:
-    """Blocks of tokens of their own, and one token more: int32 [blocks * block_tokens + 1]."""
-    blocks = np.array(request.blocks, dtype=np.int32)
-    return np.append(np.repeat(blocks, block_tokens), np.int32(0))
+def _prompt(request: TraceRequest, trace_block_tokens: int, num_tokens: int) -> Int32Array:
+    """Blocks of tokens of their own, cut or filled up to `num_tokens`, and one token more: int32 [num_tokens + 1]."""
+    prompt = np.zeros(num_tokens + 1, dtype=np.int32)
+    prompt[:-1] = np.repeat(np.array(request.blocks, dtype=np.int32), trace_block_tokens)[:num_tokens]
+    return prompt

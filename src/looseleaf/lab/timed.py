@@ -7,6 +7,7 @@ admission on, then one token per step of 1 / `decode_rate` seconds, all requests
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,17 +40,21 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class RateModel:
-    """How fast the imagined machine is, in tokens per second and request."""
+    """How fast the imagined machine is, in tokens per second and request. `max_running`: requests that it serves at
+    once, as far as memory goes; None: any number."""
 
     prefill_rate: float = 8000.0
     decode_rate: float = 40.0
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse rates that are not positive.
 
         Raises:
-            ConfigError: names the rate.
+            ConfigError: names the rate, or the limit.
         """
+        if self.max_running is not None and self.max_running < 1:
+            raise ConfigError(f"max_running is {self.max_running}; at least 1 request must run, or nothing ever does")
         for name in ("prefill_rate", "decode_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be positive, in tokens per second")
@@ -60,9 +65,9 @@ class _Sequence:
     """A request on its way: `tokens` int32, what it must have in memory before it can go on."""
 
     number: int
+    request: TraceRequest
     tokens: Int32Array
     num_left: int
-    num_output: int
     lease: Lease | None = None
     ready_at: float = 0.0
     counted: bool = False
@@ -92,13 +97,15 @@ class _Simulation:
 
     def admit(self, now: float) -> None:
         """First come, first served, as long as the whole sequence and one token more fit."""
-        while self.waiting:
+        limit = math.inf if self.rates.max_running is None else self.rates.max_running
+        while self.waiting and len(self.prefilling) + len(self.decoding) < limit:
             sequence = self.waiting[0]
             if not self._may_fit(sequence):
                 return
             lease = self.cache.lease(
                 sequence.tokens,
                 str(sequence.number),
+                sequence.request.namespace,
                 count_lookup=not sequence.counted,
                 expected_tokens=len(sequence.tokens) + int(self.expected_output),
             )
@@ -119,7 +126,7 @@ class _Simulation:
         num_blocks = -(-(len(sequence.tokens) + 1) // plan.block_tokens) * plan.num_lanes
         num_available = room.num_free_blocks + room.num_evictable_blocks
         return num_blocks <= num_available or (
-            num_blocks - self.cache.match(sequence.tokens).num_blocks <= num_available
+            num_blocks - self.cache.match(sequence.tokens, sequence.request.namespace).num_blocks <= num_available
         )
 
     def step(self, now: float) -> None:
@@ -138,7 +145,7 @@ class _Simulation:
                 if self.watcher is not None:
                     self.watcher.on_finish(now, self.cache, _lease_of(sequence))
                 _lease_of(sequence).release()
-                self.expected_output += MEMORY_OF_OUTPUTS * (sequence.num_output - self.expected_output)
+                self.expected_output += MEMORY_OF_OUTPUTS * (sequence.request.num_output_tokens - self.expected_output)
         self.cache.maintain()
 
     def _decode(self) -> None:
@@ -208,8 +215,7 @@ def replay_timed(
             request = requests[arrived]
             if request.num_input_tokens + request.num_output_tokens + 1 <= simulation.cache.plan.num_tokens:
                 tokens = _tokens(request, arrived, trace.block_tokens)
-                num_output = request.num_output_tokens
-                simulation.waiting.append(_Sequence(arrived, tokens, num_output, num_output))
+                simulation.waiting.append(_Sequence(arrived, request, tokens, request.num_output_tokens))
             arrived += 1
             if on_progress is not None:
                 on_progress(arrived)
