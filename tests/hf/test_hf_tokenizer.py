@@ -77,7 +77,7 @@ def test_plain_template_where_there_is_none(tokenizer: HFTokenizer) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>System: Be brief.\nUser: Hi\nAssistant:"
     closed = tokenizer.render_chat(messages, add_generation_prompt=False)
     assert closed == ids[: len(closed)]
-    assert tokenizer.chat_stops == ("\nUser:", "\nSystem:")
+    assert tokenizer.chat_stops == ("\nUser:", "\nSystem:", "\nTool:")
 
 
 def test_the_models_own_template(tokenizer: HFTokenizer) -> None:

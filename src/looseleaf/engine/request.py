@@ -34,7 +34,7 @@ class GenerationRequest:
 
     `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the prefix tree
     that it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a prefill: no token is
-    generated, the full blocks of the prompt are cached.
+    generated, the full blocks of the prompt are cached. `session`: the conversation that it belongs to, by name.
     """
 
     request_id: RequestId
@@ -42,6 +42,7 @@ class GenerationRequest:
     params: SamplingParams
     namespace: Namespace = ""
     reuse: bool = True
+    session: str | None = None
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class GenerationRequest:
         params: SamplingParams,
         namespace: Namespace = "",
         reuse: bool = True,
+        session: str | None = None,
     ) -> None:
         """Check and copy.
 
@@ -61,7 +63,12 @@ class GenerationRequest:
             raise RequestError("the request id is empty", "give each request an id of its own")
         prompt = as_token_array(prompt_tokens)  # set through __dict__, since the class is frozen
         self.__dict__.update(
-            request_id=request_id, prompt_tokens=prompt, params=params, namespace=namespace, reuse=reuse
+            request_id=request_id,
+            prompt_tokens=prompt,
+            params=params,
+            namespace=namespace,
+            reuse=reuse,
+            session=session,
         )
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 
 from looseleaf.core.manager import CacheManager
+from looseleaf.engine.exact_prompt import num_common_tokens
 from looseleaf.engine.sequence import Sequence, Wait
-from looseleaf.ids import Int32Array
 
 
 class InFlightSharing:
@@ -41,7 +41,7 @@ class InFlightSharing:
         for other in running:
             if other.is_decoding or not other.request.reuse or other.request.namespace != request.namespace:
                 continue
-            num_shared = _num_common_tokens(other.tokens, tokens[:-1]) // block_tokens * block_tokens
+            num_shared = num_common_tokens(other.tokens, tokens[:-1]) // block_tokens * block_tokens
             if num_shared > max(num_tokens, other.held.num_committed_tokens):
                 leader, num_tokens = other, num_shared
         if leader is None:
@@ -57,13 +57,3 @@ def _is_pending(wait: Wait) -> bool:
     """True while the leader runs its prefill and has not committed what is awaited."""
     lease = wait.leader.lease
     return lease is not None and not wait.leader.is_decoding and lease.num_committed_tokens < wait.num_tokens
-
-
-def _num_common_tokens(tokens: Int32Array, others: Int32Array) -> int:
-    """Length of the common prefix."""
-    num_tokens = min(len(tokens), len(others))
-    if num_tokens == 0 or tokens[0] != others[0]:
-        return 0
-    differs = tokens[:num_tokens] != others[:num_tokens]
-    first = int(differs.argmax())
-    return first if differs[first] else num_tokens

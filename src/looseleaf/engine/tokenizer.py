@@ -20,8 +20,16 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are no whole character yet come out as U+FFFD."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation in the model's chat template (a plain default one where it has none).
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template (a plain default one where it has none). `tools`:
+        what the template may show as callable, each `{"type": "function", "function": {...}}`; some templates ignore
+        it.
 
         Raises:
             RequestError: the template refuses these messages.

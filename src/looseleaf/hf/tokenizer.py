@@ -14,14 +14,19 @@ from looseleaf.errors import ModelError, RequestError
 
 PLAIN_CHAT_TEMPLATE = (
     "{{ bos_token or '' }}"
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}"
-    "{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
+    "{{ message['role'] | capitalize }}:"
+    "{% if not message['content'][:1].isspace() %} {% endif %}{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ {'tool_call': call['function']} | tojson }}{% endfor %}\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For tokenizers without a template of their own: one line a turn, `User: …`, then `Assistant:`."""
+"""For tokenizers without a template of their own: one line a turn, `User: …`, then `Assistant:`. An answer
+that begins with a space goes back as it was generated. Tools are a line of JSON in front, tool calls JSON behind the
+content."""
 
-PLAIN_CHAT_STOPS = ("\nUser:", "\nSystem:")
+PLAIN_CHAT_STOPS = ("\nUser:", "\nSystem:", "\nTool:")
 
 END_OF_TURN_TOKENS = frozenset(
     ["<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<|endoftext|>", "</s>"]
@@ -74,7 +79,13 @@ class HFTokenizer:
             )
         return str(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template, or in the plain default one.
 
         Contents given as lists of `{"type": "text", "text": …}` parts are joined.
@@ -89,6 +100,7 @@ class HFTokenizer:
             try:
                 text = self._tokenizer.apply_chat_template(
                     plain,
+                    tools=[dict(tool) for tool in tools] or None,
                     chat_template=None if self._tokenizer.chat_template else PLAIN_CHAT_TEMPLATE,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,

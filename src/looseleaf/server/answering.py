@@ -21,6 +21,7 @@ from looseleaf.server.disconnect import EventStreamResponse
 from looseleaf.server.errors import ApiError, answer_for
 from looseleaf.server.formats import AnswerFormat
 from looseleaf.server.generation import Generation
+from looseleaf.server.past_turns import ContinuedPrompt
 from looseleaf.server.request_pins import Outcome, PinRequest
 from looseleaf.server.schemas import GenerationBody
 
@@ -62,17 +63,21 @@ async def answer(
     *,
     prompts: Sequence[list[int]],
     max_tokens: int,
+    session: str | None = None,
+    continued: ContinuedPrompt | None = None,
     marked: Sequence[PinRequest] = (),
     stops: tuple[str, ...] = (),
 ) -> Response:
-    """Generate from `prompts` and answer, at once or as a stream. A client that leaves ends it. `marked`: pins that
-    `body` asks for besides those of its retention. `stops`: where an answer ends besides what `body` asks for.
+    """Generate from `prompts` and answer, at once or as a stream. A client that leaves ends it. `session`: the session
+    that the request belongs to. `continued`: the conversation whose prompt this is; its answers are remembered.
+    `marked`: pins that `body` asks for besides those of its retention. `stops`: where an answer ends besides what
+    `body` asks for.
 
     Raises:
         LooseleafError: the engine refuses or fails a request.
     """
     namespace = caller.namespace(body.cache_salt)
-    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, namespace, stops)
+    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, namespace, stops, session)
     pins = context.request_pins
     outcomes: list[Outcome] = []
     try:
@@ -84,7 +89,7 @@ async def answer(
         raise
     pins.keep(outcomes)
     for item in chain.from_iterable(samples):
-        context.directory.record(item.request_id, caller)
+        context.directory.record(item.request_id, caller, None if continued is None else continued.drift)
 
     def headers() -> dict[str, str]:
         pinned = {PIN_HEADER: pins.describe(outcomes)} if outcomes else {}
@@ -93,6 +98,10 @@ async def answer(
     def close() -> None:
         generation.close()
         pins.settle(outcomes)
+        if continued is not None and body.reuse is not False:
+            for given in generation.given:
+                if given.token_ids:
+                    context.past_turns.remember(given.request_id, continued, "".join(given.texts), given.token_ids)
 
     if body.stream:
         events = _events(generation, answer_format, body.wants_usage_event)
@@ -104,6 +113,18 @@ async def answer(
         close()
 
 
+def session_of(body: GenerationBody, header: str | None) -> str | None:
+    """The session that a request belongs to: by its body, or by its header.
+
+    Raises:
+        ApiError: 400, they name two.
+    """
+    if body.session_id is not None and header not in (None, body.session_id):
+        message = f"session_id is {body.session_id!r} in the body and {header!r} in the header"
+        raise ApiError(message, code="invalid_value", param="session_id")
+    return body.session_id if header is None else header
+
+
 def _samples(
     body: GenerationBody,
     answer_id: str,
@@ -111,6 +132,7 @@ def _samples(
     max_tokens: int,
     namespace: str,
     stops: tuple[str, ...],
+    session: str | None,
 ) -> list[list[GenerationRequest]]:
     """For each prompt one engine request per choice; choice c of prompt p is number p * num_samples + c. A lone one
     carries the answer's id itself, several carry `id-0`, `id-1`, …; a seed is moved on by the number of the choice."""
@@ -129,7 +151,7 @@ def _samples(
         request_id = answer_id if total == 1 else f"{answer_id}-{index}"
         seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
         reuse = body.reuse is not False
-        samples[prompt].append(GenerationRequest(request_id, prompts[prompt], seeded, namespace, reuse))
+        samples[prompt].append(GenerationRequest(request_id, prompts[prompt], seeded, namespace, reuse, session))
     return samples
 
 

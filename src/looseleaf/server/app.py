@@ -15,6 +15,7 @@ from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.server.auth import RequestDirectory
 from looseleaf.server.context import ServerContext
 from looseleaf.server.errors import install_error_handlers
+from looseleaf.server.past_turns import PastTurns
 from looseleaf.server.request_pins import RequestPins
 from looseleaf.server.routes import ROUTERS
 from looseleaf.server.settings import ServerSettings
@@ -43,6 +44,7 @@ def create_app(
         finally:
             await run_in_threadpool(engine.stop)
 
+    settings = settings or ServerSettings()
     # No docs pages: they load scripts from elsewhere into an origin where keys are typed in. /openapi.json is there.
     app = FastAPI(title="looseleaf", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = ServerContext(
@@ -51,9 +53,10 @@ def create_app(
         tokenizer=tokenizer,
         model_name=model_name,
         metrics=metrics,
-        settings=settings or ServerSettings(),
+        settings=settings,
         bytes_per_block=bytes_per_block,
         request_pins=RequestPins(cache, cache_clock),
+        past_turns=PastTurns(tokenizer, cache.plan.block_tokens, settings.remembered_tokens),
         directory=RequestDirectory(),
         cache_clock=cache_clock,
         created=int(time.time()),

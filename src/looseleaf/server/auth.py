@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from looseleaf.server.errors import ApiError
+from looseleaf.server.past_turns import Drift
 from looseleaf.server.settings import ServerSettings
 
 _MAX_REMEMBERED_REQUESTS = 20_000
@@ -55,23 +56,39 @@ class Caller:
         return self.may_see(namespace) and (self.is_admin or self.key_namespace is not None)
 
 
+@dataclass(frozen=True)
+class RequestNote:
+    """What is noted of a request: the namespace of its maker's key, and how it drifted from an earlier one."""
+
+    key_namespace: str | None
+    drift: Drift | None = None
+
+
 class RequestDirectory:
     """Which key made which request, so that no client reads or pins another's. Remembers the last 20,000. Used from the
     event loop only."""
 
     def __init__(self) -> None:
-        self._key_of_request: OrderedDict[str, str | None] = OrderedDict()
+        self._notes: OrderedDict[str, RequestNote] = OrderedDict()
 
-    def record(self, request_id: str, caller: Caller) -> None:
+    def record(self, request_id: str, caller: Caller, drift: Drift | None = None) -> None:
         """Note that `caller` made `request_id`."""
-        self._key_of_request[request_id] = caller.key_namespace
-        self._key_of_request.move_to_end(request_id)
-        if len(self._key_of_request) > _MAX_REMEMBERED_REQUESTS:
-            self._key_of_request.popitem(last=False)
+        self._notes[request_id] = RequestNote(caller.key_namespace, drift)
+        self._notes.move_to_end(request_id)
+        if len(self._notes) > _MAX_REMEMBERED_REQUESTS:
+            self._notes.popitem(last=False)
 
     def may_see(self, request_id: str, caller: Caller) -> bool:
         """True for callers without a namespace of their own, and for the request's maker."""
-        return caller.key_namespace is None or self._key_of_request.get(request_id) == caller.key_namespace
+        if caller.key_namespace is None:
+            return True
+        note = self._notes.get(request_id)
+        return note is not None and note.key_namespace == caller.key_namespace
+
+    def drift_of(self, request_id: str) -> Drift | None:
+        """How a request's conversation drifted, if that is known."""
+        note = self._notes.get(request_id)
+        return None if note is None else note.drift
 
 
 def identify(authorization: str | None, settings: ServerSettings) -> Caller:

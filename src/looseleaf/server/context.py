@@ -14,6 +14,7 @@ from looseleaf.engine.async_engine import AsyncEngine
 from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.server.auth import Caller, RequestDirectory, identify
 from looseleaf.server.errors import ApiError
+from looseleaf.server.past_turns import PastTurns
 from looseleaf.server.request_pins import RequestPins
 from looseleaf.server.settings import ServerSettings
 from looseleaf.telemetry import Metrics
@@ -32,9 +33,15 @@ class ServerContext:
     settings: ServerSettings
     bytes_per_block: int
     request_pins: RequestPins
+    past_turns: PastTurns
     directory: RequestDirectory
     cache_clock: Callable[[], float]
     created: int
+
+    @property
+    def no_past_turns(self) -> PastTurns:
+        """For requests that take nothing from the cache: their prompts are what the template says."""
+        return PastTurns(self.tokenizer, self.cache.plan.block_tokens, 0)
 
     def unix_seconds(self, cache_seconds: float) -> float:
         """A time of the cache's clock as Unix time, in milliseconds' precision."""

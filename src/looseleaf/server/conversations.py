@@ -11,14 +11,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
-from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.errors import RequestError
 
 _PROBES = ("a", "7")
 _RARE = "\u00a7"  # a character with which no template goes on after a text, and that merges with none before it
+
+
+class ChatRenderer(Protocol):
+    """What turns messages into token ids: a tokenizer, or one to which the request's tools were given."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+        """As `Tokenizer.render_chat`."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +36,14 @@ class Turn:
     parts: tuple[str, ...]
     extra: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """Its parts, joined by a newline."""
+        return "\n".join(self.parts)
+
     def as_message(self) -> dict[str, object]:
-        """The message as chat templates expect it; parts are joined by a newline."""
-        return {"role": self.role, "content": "\n".join(self.parts), **self.extra}
+        """The message as chat templates expect it."""
+        return {"role": self.role, "content": self.text, **self.extra}
 
 
 @dataclass(frozen=True)
@@ -42,16 +54,16 @@ class Mark:
     part: int
 
 
-def render(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+def render(renderer: ChatRenderer, turns: Sequence[Turn]) -> list[int]:
     """Token ids of a request that asks for the next answer.
 
     Raises:
         RequestError: the template refuses these messages.
     """
-    return tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=True)
+    return renderer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=True)
 
 
-def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+def stable_prefix(renderer: ChatRenderer, turns: Sequence[Turn]) -> list[int]:
     """The tokens with which every request begins whose conversation begins with `turns`. Costs two or three renderings.
 
     Raises:
@@ -59,15 +71,15 @@ def stable_prefix(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
     """
     answers = turns[-1].role in ("user", "tool", "function")
     role = "assistant" if answers else "user"
-    renderings = _renderings(tokenizer, [[*turns, Turn(role, (probe,))] for probe in _PROBES])
+    renderings = _renderings(renderer, [[*turns, Turn(role, (probe,))] for probe in _PROBES])
     if answers:
-        renderings.append(render(tokenizer, turns))
+        renderings.append(render(renderer, turns))
     if not renderings:
-        renderings.append(_render_history(tokenizer, turns))
+        renderings.append(_render_history(renderer, turns))
     return _common_prefix(renderings)
 
 
-def prefix_up_to(tokenizer: Tokenizer, turns: Sequence[Turn], mark: Mark, prompt: list[int]) -> list[int]:
+def prefix_up_to(renderer: ChatRenderer, turns: Sequence[Turn], mark: Mark, prompt: list[int]) -> list[int]:
     """The tokens of `prompt` (= `render(turns)`) up to the end of the part that `mark` names, without what the template
     writes behind it, as far as they do not depend on what comes later. Costs three or four renderings."""
     before, turn, after = turns[: mark.turn], turns[mark.turn], turns[mark.turn + 1 :]
@@ -76,26 +88,26 @@ def prefix_up_to(tokenizer: Tokenizer, turns: Sequence[Turn], mark: Mark, prompt
     with contextlib.suppress(RequestError):  # that the conversation may not end there does not matter
         if rest:
             variants = [[*before, replace(turn, parts=(*kept, probe))] for probe in _PROBES]
-            renderings += _renderings(tokenizer, variants)
+            renderings += _renderings(renderer, variants)
         else:
-            renderings.append(stable_prefix(tokenizer, [*before, turn]))
+            renderings.append(stable_prefix(renderer, [*before, turn]))
     if kept and kept[-1]:  # a longer part moves all that is behind it
         longer = replace(turn, parts=(*kept[:-1], kept[-1] + _RARE, *rest))
-        renderings.append(render(tokenizer, [*before, longer, *after]))
+        renderings.append(render(renderer, [*before, longer, *after]))
     return _common_prefix(renderings)
 
 
-def _renderings(tokenizer: Tokenizer, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
+def _renderings(renderer: ChatRenderer, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
     """Renderings of those that the template accepts."""
     renderings = []
     for turns in conversations:
         with contextlib.suppress(RequestError):
-            renderings.append(_render_history(tokenizer, turns))
+            renderings.append(_render_history(renderer, turns))
     return renderings
 
 
-def _render_history(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
-    return tokenizer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False)
+def _render_history(renderer: ChatRenderer, turns: Sequence[Turn]) -> list[int]:
+    return renderer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False)
 
 
 def _common_prefix(sequences: Sequence[list[int]]) -> list[int]:

@@ -16,12 +16,20 @@ from looseleaf.server.schemas import GenerationBody
 
 
 class AnswerFormat(ABC):
-    """One answer. `starts[i]` is the text that choice i begins with before anything is generated."""
+    """One answer. `starts[i]` is the text that choice i begins with before anything is generated; `prompts` are the
+    tokens of the prompts, each with the same number of choices."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, context: ServerContext, body: GenerationBody, answer_id: str, starts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: GenerationBody,
+        answer_id: str,
+        starts: Sequence[str],
+        prompts: Sequence[list[int]],
+    ) -> None:
         self.answer_id = answer_id
         self._tokenizer = context.tokenizer
         self._body = body
@@ -29,6 +37,9 @@ class AnswerFormat(ABC):
         if body.wants_usage_event:
             self._head["usage"] = None
         self._starts = starts
+        self._prompts = prompts
+        self._wants_ids = bool(body.return_token_ids)
+        self._begun: set[int] = set()
         self._num_sent = [len(start) for start in starts]  # characters
 
     @abstractmethod
@@ -51,10 +62,12 @@ class AnswerFormat(ABC):
         """The event of a delta; None if it has neither text nor tokens nor an end."""
         index, delta = choice.index, choice.delta
         logprobs = self._wanted_logprobs(index, [delta]) if delta.token_ids else None
-        if not delta.text and logprobs is None and delta.finish_reason is None:
+        is_empty = not delta.text and logprobs is None and not (self._wants_ids and delta.token_ids)
+        if is_empty and delta.finish_reason is None:
             return None
         self._num_sent[index] += len(delta.text)
-        return self._wrap([self._choice(index, self._piece(delta.text), logprobs, delta.finish_reason)])
+        piece = self._piece(delta.text) | self._token_ids(index, [delta])
+        return self._wrap([self._choice(index, piece, logprobs, delta.finish_reason)])
 
     def usage_chunk(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """The stream event that carries the usage, without choices."""
@@ -66,10 +79,22 @@ class AnswerFormat(ABC):
         body = self._body
         for index, deltas in enumerate(best_samples(results, body.num_samples, body.num_choices)):
             whole = self._whole(self._starts[index] + "".join(delta.text for delta in deltas))
+            whole |= self._token_ids(index, deltas)
             logprobs = self._wanted_logprobs(index, deltas)
             choices.append(self._choice(index, whole, logprobs, deltas[-1].finish_reason))
         usage = self._usage([deltas[-1].usage for deltas in results])
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+        return {**self._head, "object": self.kind, **self._prompt_ids(), "choices": choices, "usage": usage}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """The prompt's tokens where they are told once an answer."""
+        return {}
+
+    def _token_ids(self, index: int, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
+        """The tokens of a choice's text, if they are asked for: without end tokens and those of a stop string."""
+        del index  # all choices alike
+        if not self._wants_ids:
+            return {}
+        return {"token_ids": [token for delta in deltas for token in delta.token_ids]}
 
     def _wrap(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_kind, "choices": choices}
@@ -130,6 +155,14 @@ class CompletionFormat(AnswerFormat):
 
     _whole = _piece
 
+    def _token_ids(self, index: int, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
+        """As for all answers; the first piece of each choice has its prompt's tokens too."""
+        ids = super()._token_ids(index, deltas)
+        if ids and index not in self._begun:
+            self._begun.add(index)
+            ids["prompt_token_ids"] = self._prompts[index // self._body.num_choices]
+        return ids
+
     def _logprobs(self, deltas: Sequence[OutputDelta], num_sent: int) -> dict[str, Any]:
         return completion_logprobs(self._tokenizer, deltas, num_sent)
 
@@ -143,7 +176,12 @@ class ChatFormat(AnswerFormat):
     def opening(self) -> list[dict[str, Any]]:
         """The role of each choice."""
         role = {"delta": {"role": "assistant", "content": ""}}
-        return [self._wrap([self._choice(index, role, None, None)]) for index in range(len(self._starts))]
+        events = [self._wrap([self._choice(index, role, None, None)]) for index in range(len(self._starts))]
+        events[0] |= self._prompt_ids()
+        return events
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[0]} if self._wants_ids else {}
 
     def _piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
 from looseleaf.engine.async_engine import AsyncEngine, OutputStream
 from looseleaf.engine.request import FinishReason, GenerationRequest, OutputDelta
 from looseleaf.errors import LooseleafError
+from looseleaf.ids import RequestId
 from looseleaf.server.disconnect import unless_client_leaves
 from looseleaf.server.errors import ApiError
 
@@ -24,8 +25,18 @@ class ChoiceDelta:
     delta: OutputDelta
 
 
+@dataclass
+class Given:
+    """What was given out of one choice so far: pieces of text, and their tokens."""
+
+    request_id: RequestId
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
 class Generation:
-    """The choices of one HTTP request, running in the engine. Belongs to the event loop."""
+    """The choices of one HTTP request, running in the engine. `given`: what came of each so far. Belongs to the event
+    loop."""
 
     def __init__(self, engine: AsyncEngine, samples: Sequence[Sequence[GenerationRequest]]) -> None:
         """Submit all, or none. `samples`: for each prompt the requests that share it; choices are numbered through.
@@ -40,6 +51,7 @@ class Generation:
         except BaseException:
             self.close()
             raise
+        self.given = [Given(stream.request_id) for stream in self._streams]
 
     def close(self) -> None:
         """Abort the choices that have not ended."""
@@ -62,6 +74,9 @@ class Generation:
                     raise item
                 if item.delta.finish_reason is not None:
                     num_running -= 1
+                given = self.given[item.index]
+                given.texts.append(item.delta.text)
+                given.token_ids += item.delta.token_ids
                 yield item
         finally:
             for reader in readers:

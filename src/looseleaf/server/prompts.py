@@ -4,22 +4,67 @@ loop."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from starlette.concurrency import run_in_threadpool
 
-from looseleaf.engine.tokenizer import Tokenizer
-from looseleaf.server.conversations import Mark, Turn
+from looseleaf.ids import Namespace
+from looseleaf.server.context import ServerContext
+from looseleaf.server.conversations import ChatRenderer, Mark, Turn, prefix_up_to, render
 from looseleaf.server.errors import ApiError
-from looseleaf.server.schemas import CacheControl, ChatMessage, PromptBody
+from looseleaf.server.past_turns import ContinuedPrompt, Conversation
+from looseleaf.server.schemas import CacheControl, ChatBody, ChatMessage, PromptBody
+from looseleaf.server.tools import renderer_for, with_parsed_arguments
+
+
+@dataclass(frozen=True, eq=False)
+class ChatPrompt:
+    """A conversation that asks for an answer. `continued`: its tokens, and what they go on from."""
+
+    renderer: ChatRenderer
+    turns: Sequence[Turn]
+    rendered: list[int]
+    continued: ContinuedPrompt
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to compute."""
+        tokens: list[int] = self.continued.prompt.tokens.tolist()
+        return tokens
+
+    def tokens_up_to(self, mark: Mark) -> list[int]:
+        """Those of `tokens` that reach up to a mark and do not depend on what comes after it. Costs a few
+        renderings."""
+        prefix = prefix_up_to(self.renderer, self.turns, mark, self.rendered)
+        return self.tokens[: self.continued.prompt.num_exact_tokens(len(prefix))]
+
+
+def chat_prompt(context: ServerContext, body: ChatBody, namespace: Namespace, session: str | None) -> ChatPrompt:
+    """The prompt of a conversation, with the very tokens of an earlier request where it goes on from one.
+
+    Raises:
+        RequestError: the template refuses these messages.
+        ApiError: 400, it would not show tools or tool calls.
+    """
+    turns = turns_of(body.messages)
+    renderer = renderer_for(context.tokenizer, turns, body.tools)
+    rendered = render(renderer, turns)
+    past_turns = context.past_turns if body.reuse is not False else context.no_past_turns
+    continued = past_turns.go_on(Conversation(turns, body.tools or (), namespace, session), rendered)
+    return ChatPrompt(renderer, turns, rendered, continued)
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Messages as turns; content that is absent is an empty text."""
+    """Messages as turns; content that is absent is an empty text.
+
+    Raises:
+        ApiError: 400, a tool call is none.
+    """
     turns = []
-    for message in messages:
+    for index, message in enumerate(messages):
         content = message.content
         texts = [part.text for part in content] if isinstance(content, list) else [content or ""]
-        turns.append(Turn(message.role, tuple(texts), dict(message.model_extra or {})))
+        turns.append(Turn(message.role, tuple(texts), with_parsed_arguments(message.model_extra or {}, index)))
     return turns
 
 
@@ -37,19 +82,35 @@ def marked_places(messages: Sequence[ChatMessage]) -> dict[Mark, CacheControl]:
 
 
 async def prompt_tokens(
-    tokenizer: Tokenizer, body: PromptBody, conversation_tokens: Callable[[Tokenizer, Sequence[Turn]], list[int]]
+    context: ServerContext,
+    body: PromptBody,
+    namespace: Namespace,
+    conversation_tokens: Callable[[ChatRenderer, Sequence[Turn]], list[int]],
 ) -> list[int]:
-    """The prompt of a body; a conversation as `conversation_tokens` gives it (`render` or `stable_prefix`).
+    """The prompt of a body; a conversation as `conversation_tokens` gives it (`render` or `stable_prefix`), with the
+    tokens that a request of it would have.
 
     Raises:
-        ApiError: 400, not exactly one of `tokens`, `text`, `messages` is given.
+        ApiError: 400, not exactly one of `tokens`, `text`, `messages` is given, or tools without messages.
     """
     if len(body.sources) != 1:
         given = " and ".join(body.sources) or "none of them"
         message = f"give exactly one of tokens, text, messages; got {given}"
         raise ApiError(message, code="invalid_value", param="tokens")
+    if body.tools and body.messages is None:
+        raise ApiError("tools are shown in a conversation: give messages", code="invalid_value", param="tools")
     if body.messages is not None:
-        return await run_in_threadpool(conversation_tokens, tokenizer, turns_of(body.messages))
+        turns = turns_of(body.messages)
+
+        def tokens_of_conversation() -> list[int]:
+            rendered = conversation_tokens(renderer_for(context.tokenizer, turns, body.tools), turns)
+            if not rendered:
+                return rendered
+            conversation = Conversation(turns, body.tools or (), namespace)
+            tokens: list[int] = context.past_turns.go_on(conversation, rendered).prompt.tokens.tolist()
+            return tokens
+
+        return await run_in_threadpool(tokens_of_conversation)
     if body.text is not None:
-        return await run_in_threadpool(tokenizer.encode, body.text)
+        return await run_in_threadpool(context.tokenizer.encode, body.text)
     return body.tokens or []

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Header
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -58,10 +59,24 @@ def parse_duration(value: object) -> float:
     return float(seconds)
 
 
+def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """`tool` itself, as the client wrote it: templates show it in its own order.
+
+    Raises:
+        ValueError: it is no `{"type": "function", "function": {"name": …}}`.
+    """
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool is {"type": "function", "function": {"name": …, "parameters": …}}')
+    return tool
+
+
+Tools = list[Annotated[dict[str, Any], AfterValidator(check_tool)]]
 Duration = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema({"type": ["string", "number"]})]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Prompts = Annotated[list[str | list[int]], WithJsonSchema({"type": ["string", "array"]})]
 RequestIdText = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
+SessionIdHeader = Annotated[RequestIdText | None, Header(alias="x-session-id")]
 RequestIdHeader = Annotated[RequestIdText | None, Header(alias="x-request-id")]
 
 
@@ -108,7 +123,8 @@ class GenerationBody(BaseModel):
 
     Own fields: `request_id` (the engine's id of the request), `cache_salt` (only requests of the same salt share),
     `prompt_cache_key` (a label of the pins that the request asks for), `prompt_cache_retention` (asks for a pin of the
-    prompt), `reuse` (false: neither match nor store), `top_k`, `repetition_penalty`, `ignore_eos`.
+    prompt), `reuse` (false: neither match nor store), `return_token_ids` (as in vLLM), `session_id`, `top_k`,
+    `repetition_penalty`, `ignore_eos`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -132,6 +148,8 @@ class GenerationBody(BaseModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Duration | None = None
     reuse: bool | None = None
+    return_token_ids: bool | None = None
+    session_id: RequestIdText | None = None
 
     @property
     def num_choices(self) -> int:
@@ -194,9 +212,11 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """A conversation to continue."""
+    """A conversation to continue: `messages`, or (own field) `prompt_token_ids`, the very tokens of the prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = []
+    prompt_token_ids: list[int] | None = Field(default=None, min_length=1)
+    tools: Tools | None = None
     max_completion_tokens: int | None = Field(default=None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -208,13 +228,15 @@ class ChatBody(GenerationBody):
 
 
 class PromptBody(BaseModel):
-    """One prompt: exactly one of `tokens`, `text`, `messages`; `cache_salt` as in the requests that shall share it."""
+    """One prompt: exactly one of `tokens`, `text`, `messages` (with their `tools`); `cache_salt` as in the requests
+    that shall share it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     tokens: list[int] | None = None
     text: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    tools: Tools | None = None
     cache_salt: str | None = None
 
     @property

@@ -25,6 +25,8 @@ class ServerSettings:
     needs one. `chat_output_tokens`: most tokens of a chat answer that names no limit. `max_choices`: choices
     of one request, over all of its prompts. `request_pins`: whether requests may ask for a pin
     (`prompt_cache_retention`, `cache_control`). `max_request_pin_seconds`: longest time to live of such a pin.
+    `remembered_tokens`: tokens of past turns that are remembered, so that the next one goes on from the very tokens
+    that were generated; 0: prompts are what the template says, and no drift is reported.
     """
 
     admin_key: str | None = None
@@ -33,12 +35,13 @@ class ServerSettings:
     max_choices: int = 128
     request_pins: bool = True
     max_request_pin_seconds: float = 86_400.0
+    remembered_tokens: int = 4 * 2**20
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense.
 
         Raises:
-            ConfigError: a key is empty or given twice, or a limit is below 1.
+            ConfigError: a key is empty or given twice, or a limit is below its least.
         """
         secrets = [key.secret for key in self.api_keys]
         if self.admin_key is not None:
@@ -49,6 +52,7 @@ class ServerSettings:
             raise ConfigError(
                 f"{len(secrets)} keys are given, {len(set(secrets))} differ", "give each a key of its own"
             )
-        for name in ("chat_output_tokens", "max_choices", "max_request_pin_seconds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+        for name in ("chat_output_tokens", "max_choices", "max_request_pin_seconds", "remembered_tokens"):
+            least = 0 if name == "remembered_tokens" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")

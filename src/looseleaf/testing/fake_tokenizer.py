@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from looseleaf.errors import RequestError
@@ -39,20 +40,28 @@ class FakeTokenizer:
         parts = [bytes((token,)) if token < _NUM_BYTES else names.get(token, b"<|%d|>" % token) for token in kept]
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
-        """`role: content` lines after BOS, and `assistant: ` to go on from.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """`role: content` lines after BOS, tool calls behind the content, and `assistant: ` to go on from; first a line
+        `tools: …` if there are any.
 
         Raises:
             RequestError: no message, or one without a text `role` and `content`.
         """
         if not messages:
             raise RequestError("a conversation needs at least one message")
-        lines = []
+        lines = [f"tools: {json.dumps(list(tools))}\n"] if tools else []
         for message in messages:
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise RequestError(f"each message needs a text role and content, got {dict(message)!r}")
-            lines.append(f"{role}: {content}\n")
+            calls = message.get("tool_calls")
+            lines.append(f"{role}: {content}{json.dumps(calls) if calls else ''}\n")
         if add_generation_prompt:
             lines.append("assistant: ")
         return self.encode("".join(lines))

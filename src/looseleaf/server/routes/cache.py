@@ -40,8 +40,9 @@ async def get_stats(context: Context, _: AnyCaller, fragmentation: bool = False)
 async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) -> dict[str, Any]:
     """Would this prompt hit, and how much? Changes nothing. A conversation is taken as if its answer were asked for;
     `by_rung` splits `num_cached_tokens` by how they would be had; `num_blocks` of all layer groups would be held."""
-    tokens = await prompt_tokens(context.tokenizer, body, render)
-    match = context.cache.match(tokens, namespace=caller.namespace(body.cache_salt))
+    namespace = caller.namespace(body.cache_salt)
+    tokens = await prompt_tokens(context, body, namespace, render)
+    match = context.cache.match(tokens, namespace=namespace)
     return {
         "object": "cache.match",
         "num_prompt_tokens": match.num_prompt_tokens,
@@ -55,9 +56,10 @@ async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) ->
 async def warm_prompt(request: Request, body: PromptBody, context: Context, caller: AdminCaller) -> dict[str, Any]:
     """Compute a prompt and keep it in the cache, generating nothing. Of a conversation it is the part with which every
     request begins that goes on from it."""
-    tokens = await prompt_tokens(context.tokenizer, body, stable_prefix)
+    namespace = caller.namespace(body.cache_salt)
+    tokens = await prompt_tokens(context, body, namespace, stable_prefix)
     request_id = f"warm-{uuid.uuid4().hex}"
-    usage = await warm(request, context, caller, request_id, tokens, caller.namespace(body.cache_salt))
+    usage = await warm(request, context, caller, request_id, tokens, namespace)
     return {
         "object": "cache.warm",
         "request_id": request_id,
@@ -77,6 +79,7 @@ async def clear_cache(context: Context, caller: AdminCaller, body: ClearBody | N
     body = body or ClearBody()
     everything = body.cache_salt is None and caller.key_namespace is None
     namespace = None if everything else caller.namespace(body.cache_salt)
+    context.past_turns.forget(namespace)
     result = context.cache.clear(namespace=namespace, include_pins=body.include_pins)
     return {
         "object": "cache.clear",
@@ -129,7 +132,9 @@ async def explain_request(request_id: str, context: Context, caller: AnyCaller) 
     explanation = context.cache.explain(request_id=known)
     if explanation.reason == "other_namespace" and not caller.may_know_of_others:
         explanation = replace(explanation, reason="never_seen", message=_NOTHING_OF_YOURS)
-    return {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
+    drift = context.directory.drift_of(known)
+    answer = {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
+    return {**answer, "drift": drift and drift.as_answer()}
 
 
 async def warm(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from looseleaf.server.answering import answer, check_supported
+from looseleaf.server.answering import answer, check_supported, session_of
 from looseleaf.server.context import AnyCaller, Context, ServerContext
-from looseleaf.server.conversations import Turn, prefix_up_to, render
 from looseleaf.server.errors import ApiError
 from looseleaf.server.formats import ChatFormat, CompletionFormat
-from looseleaf.server.prompts import marked_places, turns_of
+from looseleaf.server.prompts import ChatPrompt, chat_prompt, marked_places
 from looseleaf.server.request_pins import PinRequest
-from looseleaf.server.schemas import ChatBody, CompletionBody, RequestIdHeader
+from looseleaf.server.schemas import ChatBody, CompletionBody, RequestIdHeader, SessionIdHeader
 
 DEFAULT_MAX_TOKENS = 16
 MAX_MARKS = 4
@@ -26,7 +24,12 @@ router = APIRouter(tags=["generation"])
 
 @router.post("/v1/completions")
 async def create_completion(
-    request: Request, body: CompletionBody, context: Context, caller: AnyCaller, request_id: RequestIdHeader = None
+    request: Request,
+    body: CompletionBody,
+    context: Context,
+    caller: AnyCaller,
+    request_id: RequestIdHeader = None,
+    session_id: SessionIdHeader = None,
 ) -> Response:
     """Continue one or several prompts."""
     check_supported(context, body, num_prompts=len(body.prompt))
@@ -42,31 +45,51 @@ async def create_completion(
         texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in body.prompt]
         starts = [text for text in texts for _ in range(body.num_choices)]
     answer_id = body.request_id or request_id or f"cmpl-{uuid.uuid4().hex}"
-    answer_format = CompletionFormat(context, body, answer_id, starts)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return await answer(request, context, caller, body, answer_format, prompts=prompts, max_tokens=max_tokens)
+    return await answer(
+        request,
+        context,
+        caller,
+        body,
+        CompletionFormat(context, body, answer_id, starts, prompts),
+        prompts=prompts,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        session=session_of(body, session_id),
+    )
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(
-    request: Request, body: ChatBody, context: Context, caller: AnyCaller, request_id: RequestIdHeader = None
+    request: Request,
+    body: ChatBody,
+    context: Context,
+    caller: AnyCaller,
+    request_id: RequestIdHeader = None,
+    session_id: SessionIdHeader = None,
 ) -> Response:
     """Answer a conversation."""
     check_supported(context, body, num_prompts=1)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
-    turns = turns_of(body.messages)
-    prompt = await run_in_threadpool(render, context.tokenizer, turns)
+    if bool(body.messages) == bool(body.prompt_token_ids):
+        message = "give at least one message, or prompt_token_ids and no message"
+        raise ApiError(message, code="invalid_value", param="messages")
+    session = session_of(body, session_id)
+    asked = None
+    if body.messages:
+        asked = await run_in_threadpool(chat_prompt, context, body, caller.namespace(body.cache_salt), session)
+    prompt = asked.tokens if asked else body.prompt_token_ids or []
     answer_id = body.request_id or request_id or f"chatcmpl-{uuid.uuid4().hex}"
     return await answer(
         request,
         context,
         caller,
         body,
-        ChatFormat(context, body, answer_id, [""] * body.num_choices),
+        ChatFormat(context, body, answer_id, [""] * body.num_choices, [prompt]),
         prompts=[prompt],
+        session=session,
+        continued=None if asked is None else asked.continued,
         max_tokens=_max_chat_tokens(context, body, len(prompt)),
-        marked=await _marked_prefixes(context, body, turns, prompt),
+        marked=await _marked_prefixes(context, body, asked) if asked else (),
         stops=() if body.ignore_eos else context.tokenizer.chat_stops,
     )
 
@@ -80,9 +103,7 @@ def _max_chat_tokens(context: ServerContext, body: ChatBody, num_prompt_tokens: 
     return max(1, min(left, context.settings.chat_output_tokens))
 
 
-async def _marked_prefixes(
-    context: ServerContext, body: ChatBody, turns: Sequence[Turn], prompt: list[int]
-) -> list[PinRequest]:
+async def _marked_prefixes(context: ServerContext, body: ChatBody, asked: ChatPrompt) -> list[PinRequest]:
     """What the marks in the messages ask to keep."""
     places = marked_places(body.messages)
     if len(places) > MAX_MARKS:
@@ -92,7 +113,7 @@ async def _marked_prefixes(
         return []
     wishes = []
     for mark, control in places.items():
-        prefix = await run_in_threadpool(prefix_up_to, context.tokenizer, turns, mark, prompt)
+        prefix = await run_in_threadpool(asked.tokens_up_to, mark)
         if prefix:
             wishes.append(PinRequest(prefix, control.ttl))
     return wishes

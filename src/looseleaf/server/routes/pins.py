@@ -43,11 +43,11 @@ async def create_pin(
         request_id = known_request_id(context, caller, body.request_id)
         pin = context.cache.pin(request_id=request_id, part=body.part, last_token=body.last_token, **options)
         return _answer(context, caller, pin)
-    tokens = await prompt_tokens(context.tokenizer, body, stable_prefix)
+    namespace = caller.namespace(body.cache_salt)
+    tokens = await prompt_tokens(context, body, namespace, stable_prefix)
     if body.last_token is not None and body.last_token > len(tokens):
         raise RequestError(f"last_token is {body.last_token}, but there are only {len(tokens)} tokens to pin")
     tokens = tokens[: body.last_token]
-    namespace = caller.namespace(body.cache_salt)
     if wait:
         await warm(request, context, caller, f"warm-{uuid.uuid4().hex}", tokens, namespace)
     return _answer(context, caller, context.cache.pin(tokens, namespace=namespace, **options))
