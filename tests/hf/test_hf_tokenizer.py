@@ -80,6 +80,24 @@ def test_plain_template_where_there_is_none(tokenizer: HFTokenizer) -> None:
     assert tokenizer.chat_stops == ("\nUser:", "\nSystem:", "\nTool:")
 
 
+def test_the_plain_template_shows_tools_and_gives_answers_back(tokenizer: HFTokenizer) -> None:
+    """The plain template has a line of tools, calls as JSON, and an answer that begins with a space as it was generated
+    behind the open turn."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Hi"}]
+    asked = tokenizer.render_chat(messages)
+    generated = tokenizer.encode(" yes", add_special_tokens=False)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"day": 1}}}
+    messages += [{"role": "assistant", "content": " yes"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "rain"}]
+    ids = tokenizer.render_chat(messages, add_generation_prompt=False)
+    assert ids[: len(asked) + len(generated)] == asked + generated
+    calls = 'Assistant: {"tool_call": {"name": "look", "arguments": {"day": 1}}}\nTool: rain\n'
+    assert tokenizer.decode(ids).endswith("Assistant: yes\n" + calls)
+    tool = {"type": "function", "function": {"name": "look"}}
+    text = tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "Hi"}], tools=[tool]))
+    assert text == 'Tools: [{"type": "function", "function": {"name": "look"}}]\nUser: Hi\nAssistant:'
+
+
 def test_the_models_own_template(tokenizer: HFTokenizer) -> None:
     """The tokenizer's template is used where there is one; special tokens are written once, by it."""
     tokenizer._tokenizer.chat_template = STRICT_TEMPLATE

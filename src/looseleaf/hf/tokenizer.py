@@ -18,7 +18,7 @@ PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize }}:"
     "{% if not message['content'][:1].isspace() %} {% endif %}{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ {'tool_call': call['function']} | tojson }}{% endfor %}\n"
+    "{% for call in message['tool_calls'] or [] %}{{ {'tool_call': call['function']} | tojson }}{% endfor %}{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
