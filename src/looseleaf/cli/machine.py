@@ -22,7 +22,7 @@ def provenance() -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "processor": _processor(),
-            "num_processors": _num_processors(),
+            "num_processors": num_processors(),
             "memory_bytes": _memory_bytes(),
         },
         "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
@@ -58,7 +58,8 @@ def _processor() -> str:
     return found.group(1) if found else platform.processor() or platform.machine()
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig
 from looseleaf.errors import ConfigError, LooseleafError
 from looseleaf.lab.capacity import capacity_blocks
-from looseleaf.lab.optimum import OPTIMUM, Optimum
+from looseleaf.lab.optimum import OPTIMUM, Optimum, gap_closed
 from looseleaf.lab.replay import ReplayResult, replay_instant, replayed_block_tokens
 from looseleaf.lab.timed import RateModel, replay_timed
 from looseleaf.lab.traces import Trace
@@ -141,3 +141,33 @@ def attempt_all(
     """Replay numbered cells one after the other in this process. `on_progress`: number of the cell, requests done."""
     for number, cell in cells:
         yield number, attempt(traces[cell.trace], cell, settings, partial(on_progress, number))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a cell's hit rate lies between plain LRU and the offline optimum of the same trace, capacity and sizes.
+    `gap_closed`: see `optimum.gap_closed`; None where there is no gap to speak of."""
+
+    lru_token_hit_rate: float
+    optimum_token_hit_rate: float
+    gap_closed: float | None
+
+
+def with_references(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and what is missing to say how they stand: LRU and the optimum for each trace, capacity and size;
+    those of one trace together."""
+    wanted = dict.fromkeys([*cells, *(reference for cell in cells for reference in _references(cell))])
+    return sorted(wanted, key=lambda cell: cell.trace)
+
+
+def standing_of(cell: Cell, outcomes: Mapping[Cell, Outcome]) -> Standing | None:
+    """How a cell stands; None if it or one of those that it is compared with has no result."""
+    results = [outcomes[key].result for key in (cell, *_references(cell)) if key in outcomes]
+    if len(results) < 3 or None in results:
+        return None
+    own, lru, best = (result.token_hit_rate for result in results if result is not None)
+    return Standing(lru, best, gap_closed(own, lru, best))
+
+
+def _references(cell: Cell) -> tuple[Cell, Cell]:
+    return replace(cell, policy="lru"), replace(cell, policy=OPTIMUM)

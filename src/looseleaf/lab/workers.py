@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TypeAlias
@@ -93,7 +93,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # forking a process with threads (a progress bar) may hang
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, settings), daemon=True)
-        with _interrupts_ignored():
+        with _interrupts_held():
             process.start()
         theirs.close()
         return cls(process, ours)
@@ -146,13 +146,14 @@ def _work(pipe: Connection, settings: SweepSettings) -> None:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """What is started here ignores Ctrl-C, from its first moment on: its parent is the one to stop it."""
-    if threading.current_thread() is not threading.main_thread():
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end of this scope. What is started here never sees it: its parent is who stops it."""
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it would lift the mask as it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
