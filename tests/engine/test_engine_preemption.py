@@ -287,6 +287,9 @@ def test_recomputed_tokens_are_no_hits():
     stats = kit.cache.stats()
     assert len(kit.observer.named("on_preempt")) == 9
     assert (stats.hit_tokens, stats.query_tokens) == (0, 200)
+    lookups = kit.observer.named("on_lookup")
+    assert [lookup["num_prompt_tokens"] for lookup in lookups] == [20] * 10
+    assert {lookup["num_cached_tokens"] for lookup in lookups} == {0}
 
 
 def test_cached_tokens_stay_those_of_the_first_admission():

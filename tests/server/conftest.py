@@ -22,6 +22,7 @@ from looseleaf.engine.async_engine import AsyncEngine
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.engine import Engine
 from looseleaf.server import ServerSettings, create_app
+from looseleaf.server.auth import shown_name
 from looseleaf.telemetry import Metrics
 from looseleaf.testing.fake_runner import FakeRunner
 from looseleaf.testing.fake_tokenizer import FakeTokenizer
@@ -185,7 +186,7 @@ async def make_server() -> AsyncIterator[MakeServer]:
             tokenizer = tokenizer or FakeTokenizer()
             runner_options.setdefault("alphabet", LETTERS)
             runner = FakeRunner(cache.plan.num_blocks, BLOCK_TOKENS, groups=groups, **runner_options)
-            metrics = Metrics(cache, model_name="fake", vllm_names=vllm_names)
+            metrics = Metrics(cache, model_name="fake", vllm_names=vllm_names, name_of=shown_name)
             limits = EngineConfig(max_running_requests=max_running_requests, max_model_tokens=max_model_tokens)
             engine = CountingEngine(Engine(cache, runner, tokenizer, limits, observer=metrics))
             sizes = {"bytes_per_block": BLOCK_BYTES, "cache_clock": clock}

@@ -8,7 +8,7 @@ import pytest
 
 from looseleaf.errors import ConfigError
 from looseleaf.server import ApiKey, ServerSettings
-from looseleaf.server.auth import belongs_to_key, combine_namespace
+from looseleaf.server.auth import belongs_to_key, combine_namespace, shown_name
 
 pytestmark = pytest.mark.anyio
 
@@ -31,6 +31,20 @@ def test_divisions_of_a_key_belong_to_it_alone():
     assert belongs_to_key(combine_namespace(key="a", salt="b"), "a")
     for other in (combine_namespace(key="ab"), combine_namespace(salt="a"), "", combine_namespace(salt='key="a"/')):
         assert not belongs_to_key(other, "a")
+
+
+def test_a_salt_is_never_shown():
+    """What anybody may be told of a namespace names the key, and of a salt only a digest, the same for the same
+    salt."""
+    assert shown_name("") == "default"
+    assert shown_name(combine_namespace(key="a")) == "key=a"
+    for salt in ("s3cret", 's3cret"', "/salt=s3cret", "\\s3cret"):
+        for key in (None, "k", 'k"/salt="', "\\"):
+            name = shown_name(combine_namespace(key=key, salt=salt))
+            assert "s3cret" not in name
+            assert "salt#" in name
+            assert name == shown_name(combine_namespace(key=key, salt=salt))
+    assert shown_name("what a library user calls s3cret") == shown_name("what a library user calls s3cret") != "s3cret"
 
 
 async def cached(server, key: str | None = None, **extra) -> int:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+
 import pytest
+
+from looseleaf.server import ApiKey, ServerSettings
+from looseleaf.server.auth import combine_namespace, shown_name
 
 pytestmark = pytest.mark.anyio
 
@@ -114,3 +121,42 @@ async def test_metrics_over_http(make_server):
     assert {name: float(samples[name]) for name in expected} == expected
     open_metrics = await server.http.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
     assert open_metrics.text.endswith("# EOF\n")
+
+
+async def by_namespace(server) -> dict[str, tuple[float, float]]:
+    """Query and hit tokens of each namespace, as the metrics tell them."""
+    text = (await server.http.get("/metrics")).text
+    found: dict[str, list[float]] = {}
+    for kind in ("query", "hit"):
+        for name, number in re.findall(rf'looseleaf_namespace_{kind}_tokens_total{{namespace="(.*?)"}} (\S+)', text):
+            found.setdefault(name, []).append(float(number))
+    return {name: tuple(numbers) for name, numbers in found.items()}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_hit_rates_of_namespaces_are_those_of_their_answers(make_server, path):
+    """[M124] [M130] Per namespace, query and hit tokens are the sums of what its answers said, streams and plain
+    replies alike; bypassed requests count in neither, nor do further choices of a prompt. In all they are the cache's
+    own; of salts only a digest is shown."""
+    settings = ServerSettings(api_keys=(ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second")))
+    server = await make_server(settings=settings)
+    text = "tell me a story about binders, please, and make it long"
+    prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    expected: dict[str, list[int]] = {}
+    for key, salt, stream, extra in itertools.product(("k1", "k2"), (None, "s3cret"), (False, True), ({}, {"n": 2})):
+        body = {**prompt, "max_tokens": 2, "cache_salt": salt, "stream": stream, **extra}
+        body["stream_options"] = {"include_usage": True}
+        response = await server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+        answer = json.loads(response.text.split("data: ")[-2]) if stream else response.json()
+        name = shown_name(combine_namespace(key={"k1": "one", "k2": "two"}[key], salt=salt))
+        counts = expected.setdefault(name, [0, 0])
+        counts[0] += answer["usage"]["prompt_tokens"]
+        counts[1] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    body = {**prompt, "max_tokens": 2, "reuse": False}
+    await server.post(path, body, Authorization="Bearer k1")
+    shown = await by_namespace(server)
+    assert shown == {name: tuple(counts) for name, counts in expected.items()}
+    stats = server.cache.stats()
+    assert stats.query_tokens == sum(queried for queried, _ in shown.values())
+    assert stats.hit_tokens == sum(found for _, found in shown.values()) > 0
+    assert "s3cret" not in (await server.http.get("/metrics")).text

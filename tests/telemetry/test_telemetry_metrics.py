@@ -16,6 +16,7 @@ from looseleaf.core.pin_record import Pin
 from looseleaf.core.stats import CacheStats
 from looseleaf.telemetry import Metrics
 from looseleaf.telemetry.cache_collector import COUNTERS, FIELDS_FROM_PINS, GAUGES
+from looseleaf.telemetry.namespace_labels import MAX_NAMESPACES, hidden_name
 from looseleaf.telemetry.pin_collector import MANY_PINS, MAX_OWNERS
 from looseleaf.telemetry.vllm_names import RENAMED
 
@@ -36,7 +37,7 @@ UNITS = (
 COUNTS = ("looseleaf_lookups", "looseleaf_preemptions", "looseleaf_pages", "looseleaf_blocks", "looseleaf_leases",
           "looseleaf_pins", "looseleaf_namespaces", "looseleaf_lanes", "looseleaf_forks", "looseleaf_resizes",
           "looseleaf_demand_evictions", "looseleaf_free_runs", "looseleaf_table_bytes_per_token",
-          "looseleaf_pin_hits", "looseleaf_auto_pin_on", "looseleaf_auto_pin_paused")  # fmt: skip
+          "looseleaf_drifts", "looseleaf_pin_hits", "looseleaf_auto_pin_on", "looseleaf_auto_pin_paused")  # fmt: skip
 
 
 @dataclass
@@ -74,6 +75,14 @@ def run_request(cache: CacheManager, tokens: list[int]) -> None:
     with cache.lease(tokens) as lease:
         lease.reserve(len(tokens))
         lease.commit(len(tokens))
+
+
+def by_namespace(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    """Query and hit tokens of each namespace that is shown."""
+    samples = scrape(metrics)
+    names = [labels[0][1] for name, labels in samples if name == "looseleaf_namespace_query_tokens_total"]
+    found = "looseleaf_namespace_query_tokens_total", "looseleaf_namespace_hit_tokens_total"
+    return {name: tuple(samples[metric, (("namespace", name),)] for metric in found) for name in names}
 
 
 def exported_names(metrics: Metrics) -> set[str]:
@@ -315,6 +324,52 @@ def test_what_the_engine_reports(metrics):
     assert value(metrics, "looseleaf_resizes_total", outcome="refused") == 1
     assert samples["looseleaf_resize_moved_blocks_total"] == 5
     assert value(metrics, "looseleaf_finished_requests_total", reason="stop") == 1
+
+
+def test_hits_by_namespace(metrics):
+    """What is looked up and found counts for its namespace, of which only a digest is shown unless somebody says what
+    may be."""
+    for namespace, found in (("", 0), ("secret", 16), ("secret", 32), ("", 8)):
+        metrics.on_lookup(namespace=namespace, num_prompt_tokens=40, num_cached_tokens=found)
+    by_name = by_namespace(metrics)
+    assert by_name.pop("default") == (80, 8)
+    ((name, counts),) = by_name.items()
+    assert counts == (80, 48)
+    assert "secret" not in metrics.expose().body.decode()
+    assert by_namespace(Metrics(CacheManager(CacheConfig(1)), name_of=str.upper)) == {}
+    named = Metrics(CacheManager(CacheConfig(1)), name_of=str.upper)
+    named.on_lookup(namespace="secret", num_prompt_tokens=4, num_cached_tokens=1)
+    assert by_namespace(named) == {"SECRET": (4, 1)}
+    assert name == hidden_name("secret")
+
+
+def test_namespaces_with_series_are_few():
+    """However many namespaces there are, few have series; none that takes less than 1% of the tokens has one; what is
+    other stays other, so no counter goes back; sums are those of all look-ups."""
+    metrics = Metrics(CacheManager(CacheConfig(1)), name_of=str)
+    before: dict[str, tuple[float, float]] = {}
+    for number in range(3000):
+        name = "large" if number % 2 else f"n{number}"
+        metrics.on_lookup(namespace=name, num_prompt_tokens=10, num_cached_tokens=number % 10)
+        if number % 500 == 0 or number == 2999:
+            now = by_namespace(metrics)
+            assert len(now) <= MAX_NAMESPACES + 1
+            assert all(now[name] >= counts for name, counts in before.items())
+            before = now
+    assert "large" in before
+    for number in range(100):
+        metrics.on_lookup(namespace=f"late{number}", num_prompt_tokens=10, num_cached_tokens=0)
+    assert not any(name.startswith("late") for name in by_namespace(metrics))
+    assert sum(queried for queried, _ in by_namespace(metrics).values()) == 31_000
+    assert sum(found for _, found in by_namespace(metrics).values()) == sum(number % 10 for number in range(3000))
+
+
+def test_drifts_by_cause(metrics):
+    """Drifts and what they cost count by their cause."""
+    for num_lost_tokens in (16, 0):
+        metrics.on_drift(cause="template_rewrote", num_lost_tokens=num_lost_tokens)
+    assert value(metrics, "looseleaf_drifts_total", cause="template_rewrote") == 2
+    assert value(metrics, "looseleaf_drift_lost_tokens_total", cause="template_rewrote") == 16
 
 
 def test_load_is_read_at_the_scrape(metrics):

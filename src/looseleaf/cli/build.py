@@ -11,19 +11,22 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from looseleaf.cli.traffic import TrafficRecorder
 from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.async_engine import AsyncEngine
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.engine import Engine
-from looseleaf.engine.observer import EngineObserver
+from looseleaf.engine.observer import EngineObserver, Observers
 from looseleaf.engine.runner import ModelRunner
 from looseleaf.engine.tokenizer import Tokenizer
 from looseleaf.hf.demo_model import DEMO_MODEL_NAME, Progress, demo_model_dir, quiet_transformers
 from looseleaf.hf.runner import HFRunner
 from looseleaf.hf.tokenizer import HFTokenizer
+from looseleaf.lab.recording import TraceRecorder
 from looseleaf.server import ServerSettings, create_app
+from looseleaf.server.auth import shown_name
 from looseleaf.telemetry import Metrics
 
 MAX_DEFAULT_KV_BYTES = 2 * 2**30
@@ -159,19 +162,23 @@ def build_stack(
     *,
     vllm_metrics: bool = False,
     observe: Callable[[CacheManager, Metrics], EngineObserver] | None = None,
+    recorder: TraceRecorder | None = None,
 ) -> Stack:
     """Cache, engine and app over a loaded model. The model may be used by several stacks one after the other.
 
     Args:
         observe: makes the engine's observer from cache and metrics; the metrics alone if None.
+        recorder: is given the traffic, hashed; its clock is `time.monotonic`.
 
     Raises:
         ConfigError: settings that do not go together.
     """
     num_pages, info = model.num_blocks // memory.blocks_per_page, model.runner.info
     cache = CacheManager(memory.cache_config(num_pages, groups=info.groups, layout=info.kv_layout))
-    metrics = Metrics(cache, model_name=model.name, vllm_names=vllm_metrics)
+    metrics = Metrics(cache, model_name=model.name, vllm_names=vllm_metrics, name_of=shown_name)
     observer = metrics if observe is None else observe(cache, metrics)
+    if recorder is not None:
+        observer = Observers(observer, TrafficRecorder(recorder))
     engine = AsyncEngine(Engine(cache, model.runner, model.tokenizer, engine_config, observer=observer))
     app = create_app(
         engine, cache, model.tokenizer, model.name, metrics, server_settings, bytes_per_block=model.bytes_per_block

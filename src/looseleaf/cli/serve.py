@@ -18,6 +18,7 @@ from looseleaf.cli.extras import import_extra
 from looseleaf.cli.failures import FAILED, friendly_errors, say_error
 from looseleaf.cli.output import format_bytes, print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import model_progress
+from looseleaf.cli.traffic import recording
 from looseleaf.core.eviction import POLICIES
 from looseleaf.engine.config import EngineConfig
 from looseleaf.lab.capacity import parse_bytes
@@ -58,6 +59,12 @@ AdminKeyOption = Annotated[
 PinsOption = Annotated[
     Path | None, typer.Option(help="TOML file of pins: computed and pinned once the server is up.", show_default=False)
 ]
+RecordOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Append each request to this file, hashed and without text, for `looseleaf replay`.", show_default=False
+    ),
+]
 _DEFAULTS = EngineConfig()
 EXAMPLE_TOKENS = 8192
 
@@ -75,6 +82,7 @@ class ServeSettings:
     port: int
     as_json: bool
     pins: list[DeclaredPin]
+    record: Path | None = None
 
 
 def serve(
@@ -105,6 +113,7 @@ def serve(
     max_model_tokens: MaxModelTokensOption = None,
     no_reuse: Annotated[bool, typer.Option("--no-reuse", help="Compute every prompt in full; store nothing.")] = False,
     admin_key: AdminKeyOption = None,
+    record: RecordOption = None,
     vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Use vLLM's names for metrics too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the start-up facts as JSON.")] = False,
 ) -> None:
@@ -126,7 +135,8 @@ def serve(
         )
         model_settings = build.ModelSettings(model, device, dtype, kv_dtype)
         server = build.ServerSettings(admin_key=admin_key)
-        run(ServeSettings(model_settings, memory, limits, server, vllm_metrics, host, port, as_json, declared))
+        settings = (model_settings, memory, limits, server, vllm_metrics, host, port, as_json, declared, record)
+        run(ServeSettings(*settings))
 
 
 def run(settings: ServeSettings) -> None:
@@ -143,13 +153,19 @@ def run(settings: ServeSettings) -> None:
         with model_progress(stderr_console(), settings.model.source, is_shown=not settings.as_json) as progress:
             loaded = build.load_model(settings.model, settings.memory, progress)
         try:
-            stack = build.build_stack(
-                loaded, settings.memory, settings.engine, settings.server, vllm_metrics=settings.vllm_metrics
-            )
-            on_ready = _on_ready(settings, stack, startup_facts(stack, serving.url_of(listening)))
-            if not serving.serve_until_stopped(stack.app, listening, on_ready):
-                say_error("the server did not start; the log above says why")
-                raise typer.Exit(FAILED)
+            with recording(settings.record, settings.memory.block_tokens) as recorder:
+                stack = build.build_stack(
+                    loaded,
+                    settings.memory,
+                    settings.engine,
+                    settings.server,
+                    vllm_metrics=settings.vllm_metrics,
+                    recorder=recorder,
+                )
+                on_ready = _on_ready(settings, stack, startup_facts(stack, serving.url_of(listening)))
+                if not serving.serve_until_stopped(stack.app, listening, on_ready):
+                    say_error("the server did not start; the log above says why")
+                    raise typer.Exit(FAILED)
         finally:
             loaded.close()
     finally:

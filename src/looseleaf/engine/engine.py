@@ -59,6 +59,7 @@ class Engine:
         self._cache = cache
         self._runner = runner
         self._tokenizer = tokenizer
+        self._config = config
         self._observer = observer or SilentObserver()
         self._clock = clock
         self._info = runner.info
@@ -275,6 +276,14 @@ class Engine:
             seconds=now - sequence.added_seconds,
             queue_seconds=admitted - sequence.added_seconds,
         )
+        if sequence.is_counted and sequence.request.reuse and self._config.reuse:
+            self._observer.on_traffic(
+                namespace=sequence.request.namespace,
+                session=sequence.request.session,
+                prompt_tokens=sequence.request.prompt_tokens,
+                num_output_tokens=sequence.num_output_tokens,
+                added_seconds=sequence.added_seconds,
+            )
 
     # -- after the model ran --
 

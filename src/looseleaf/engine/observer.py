@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Protocol
+
+from looseleaf.ids import Int32Array, Namespace
 
 
 class EngineObserver(Protocol):
     """Receives figures from the engine's own thread. Methods return at once and do not raise."""
+
+    def on_lookup(self, *, namespace: Namespace, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt was looked up, `num_cached_tokens` of it were there; once a request, never for one that is resumed
+        or skips the cache: what the cache's own statistics count."""
 
     def on_step(
         self,
@@ -46,10 +53,42 @@ class EngineObserver(Protocol):
     def on_fork(self, *, num_tokens: int) -> None:
         """A sample went on from the prefill of another one, with `num_tokens` tokens in common."""
 
+    def on_traffic(
+        self,
+        *,
+        namespace: Namespace,
+        session: str | None,
+        prompt_tokens: Int32Array,
+        num_output_tokens: int,
+        added_seconds: float,
+    ) -> None:
+        """A request that looked up the cache ended, for those who record traffic: its prompt, int32 [n], how much it
+        generated, and when it had come, by the engine's clock."""
+
 
 class SilentObserver:
     """Implements `EngineObserver` by doing nothing."""
 
     def _ignore(self, **values: object) -> None: ...
 
-    on_step = on_first_token = on_finish = on_preempt = on_share = on_fork = _ignore
+    on_step = on_first_token = on_finish = on_preempt = on_share = on_fork = on_lookup = on_traffic = _ignore
+
+
+class Observers:
+    """Implements `EngineObserver` by passing everything on to several."""
+
+    def __init__(self, *observers: EngineObserver) -> None:
+        self._observers = observers
+
+    def _tell(self, name: str, **values: object) -> None:
+        for observer in self._observers:
+            getattr(observer, name)(**values)
+
+    on_step = partialmethod(_tell, "on_step")
+    on_first_token = partialmethod(_tell, "on_first_token")
+    on_finish = partialmethod(_tell, "on_finish")
+    on_preempt = partialmethod(_tell, "on_preempt")
+    on_share = partialmethod(_tell, "on_share")
+    on_fork = partialmethod(_tell, "on_fork")
+    on_lookup = partialmethod(_tell, "on_lookup")
+    on_traffic = partialmethod(_tell, "on_traffic")

@@ -249,6 +249,12 @@ class Scheduler:
             reuse=reuse,
             expected_tokens=sequence.num_prompt_tokens + int(min(request.params.max_tokens, num_output_tokens)),
         )
+        if reuse and not sequence.is_counted:
+            self._observer.on_lookup(
+                namespace=request.namespace,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_cached_tokens=lease.num_cached_tokens,
+            )
         sequence.is_counted = True
         chunk = self._next_chunk(sequence, lease.num_cached_tokens, budget)
         try:

@@ -88,8 +88,11 @@ async def answer(
         pins.revoke(outcomes)
         raise
     pins.keep(outcomes)
+    drift = None if continued is None else continued.drift
+    if drift is not None:
+        context.metrics.on_drift(cause=drift.cause, num_lost_tokens=drift.num_lost_tokens)
     for item in chain.from_iterable(samples):
-        context.directory.record(item.request_id, caller, None if continued is None else continued.drift)
+        context.directory.record(item.request_id, caller, drift)
 
     def headers() -> dict[str, str]:
         pinned = {PIN_HEADER: pins.describe(outcomes)} if outcomes else {}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from looseleaf.server.errors import ApiError
 from looseleaf.server.past_turns import Drift
 from looseleaf.server.settings import ServerSettings
+from looseleaf.telemetry.namespace_labels import hidden_name
 
 _MAX_REMEMBERED_REQUESTS = 20_000
+_PART = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 def combine_namespace(*, key: str | None = None, salt: str | None = None) -> str:
@@ -22,6 +25,13 @@ def combine_namespace(*, key: str | None = None, salt: str | None = None) -> str
     """
     parts = [f"{label}={json.dumps(value)}" for label, value in (("key", key), ("salt", salt)) if value is not None]
     return "/".join(parts)
+
+
+def shown_name(namespace: str) -> str:
+    """What anybody may be told of a namespace: its parts as they are, but of a salt, which opens it, a digest only."""
+    parts = _PART.findall(namespace)
+    shown = (f"{label}#{hidden_name(value)}" if label == "salt" else f"{label}={value}" for label, value in parts)
+    return "/".join(shown) or hidden_name(namespace)
 
 
 def belongs_to_key(namespace: str, key: str) -> bool:

@@ -6,7 +6,7 @@ only); the cache is asked at each scrape. There is no global registry, so that e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.telemetry.cache_collector import CacheCollector, FragmentationCollector
+from looseleaf.telemetry.namespace_labels import NamespaceLabels, hidden_name
 from looseleaf.telemetry.pin_collector import PinCollector
 from looseleaf.telemetry.vllm_names import VllmNames
 
@@ -68,10 +69,19 @@ class Metrics:
 
     Pass it to the engine as its observer, call `watch(engine)` once, and answer scrapes with `expose`. Thread-safe: the
     engine's thread counts while the server's thread scrapes. With `vllm_names` the numbers that mean the same are
-    exported under vLLM's names too, labelled with `model_name`.
+    exported under vLLM's names too, labelled with `model_name`. `name_of` makes of a namespace what may be shown of it:
+    by default nothing, since it may hold a secret.
     """
 
-    def __init__(self, cache: CacheManager, *, model_name: str = "", vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        model_name: str = "",
+        vllm_names: bool = False,
+        name_of: Callable[[str], str] = hidden_name,
+    ) -> None:
+        self._namespaces = NamespaceLabels(name_of)
         self.registry = CollectorRegistry(auto_describe=False)
         self._load = _LoadCollector()
         asked: list[Collector] = [CacheCollector(cache), self._load]
@@ -98,6 +108,11 @@ class Metrics:
         self._shared = counter("shared_in_flight_tokens", "Prompt tokens that another request computed just then.")
         self._forks = counter("forks", "Samples that went on from another request's prompt.")
         self._forked = counter("forked_tokens", "Prompt tokens that they did not compute.")
+        help_of_queried = "Prompt tokens looked up, by namespace."
+        self._queried = counter("namespace_query_tokens", help_of_queried, "namespace")
+        self._found = counter("namespace_hit_tokens", "Those of them that were found, by namespace.", "namespace")
+        self._drifts = counter("drifts", "Requests whose conversation left the tokens of its last turn.", "cause")
+        self._drifted = counter("drift_lost_tokens", "Tokens of these turns that did not hit for it.", "cause")
         self._resizes = counter("resizes", "Changes of the pool's size, by outcome.", "outcome")
         self._moved = counter("resize_moved_blocks", "Blocks copied to another place since the pool changed its size.")
         for cause in PREEMPTION_CAUSES:
@@ -174,6 +189,20 @@ class Metrics:
     def on_share(self, *, num_tokens: int) -> None:
         """A request was admitted with `num_tokens` tokens for which it had waited while another computed them."""
         self._shared.inc(num_tokens)
+
+    def on_lookup(self, *, namespace: str, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt was looked up in a namespace, and so much of it was found."""
+        label = self._namespaces.label(namespace, num_prompt_tokens)
+        self._queried.labels(namespace=label).inc(num_prompt_tokens)
+        self._found.labels(namespace=label).inc(num_cached_tokens)
+
+    def on_traffic(self, **values: object) -> None:
+        """For those who record traffic; counted elsewhere."""
+
+    def on_drift(self, *, cause: str, num_lost_tokens: int) -> None:
+        """A conversation did not go on with the tokens of its last turn."""
+        self._drifts.labels(cause=cause).inc()
+        self._drifted.labels(cause=cause).inc(num_lost_tokens)
 
     def on_fork(self, *, num_tokens: int) -> None:
         """A sample went on from the `num_tokens` tokens of another request's prompt."""

@@ -38,6 +38,8 @@ class RecordingObserver:
     on_preempt = partialmethod(_record, "on_preempt")
     on_share = partialmethod(_record, "on_share")
     on_fork = partialmethod(_record, "on_fork")
+    on_lookup = partialmethod(_record, "on_lookup")
+    on_traffic = partialmethod(_record, "on_traffic")
 
 
 class EngineKit:
