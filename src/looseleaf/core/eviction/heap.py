@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 from typing import TypeAlias
 
-Key: TypeAlias = tuple[int, ...]
+Key: TypeAlias = tuple[float, ...]
 
 
 class OfferedHeap:
@@ -32,6 +32,10 @@ class OfferedHeap:
     def withdraw(self, node_id: int) -> None:
         """Remove an id; nothing happens if it is not offered."""
         self._live.pop(node_id, None)
+
+    def key(self, node_id: int) -> Key:
+        """The key of an offered id."""
+        return self._live[node_id]
 
     def first(self) -> int | None:
         """The id of the smallest key; it stays offered."""
