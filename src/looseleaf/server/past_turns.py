@@ -150,7 +150,7 @@ class PastTurns:
         messages = (*asked.messages, _digest(Turn("assistant", (text,))))
         keys = [*_chain(conversation.namespace, messages)]
         if len(text) >= _MIN_TELLING_CHARACTERS:
-            keys.append(_key("answer", conversation.namespace, messages[-1]))
+            keys.append(_key("answer", conversation.namespace, text.strip().encode("utf-8", "replace")))
         if conversation.session is not None:
             keys.append(_key("session", conversation.namespace, conversation.session.encode()))
         past = _Past(
@@ -195,9 +195,11 @@ class PastTurns:
                 if answered or index + 1 >= len(past.messages) - 1:
                     return past
                 break
-        for turn, message in reversed(list(zip(turns, messages, strict=True))):
-            if turn.role == "assistant" and (past := self._index.get(_key("answer", namespace, message))) is not None:
-                return past
+        for turn in reversed(turns):
+            if turn.role == "assistant" and len(turn.text) >= _MIN_TELLING_CHARACTERS:
+                past = self._index.get(_key("answer", namespace, turn.text.strip().encode("utf-8", "replace")))
+                if past is not None:
+                    return past
         if conversation.session is None:
             return None
         return self._index.get(_key("session", namespace, conversation.session.encode()))
