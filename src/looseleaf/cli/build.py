@@ -45,7 +45,7 @@ class MemorySettings:
     num_pages: int | None = None
     page_tokens: int = 256
     block_tokens: int = 16
-    policy: str = "lru"
+    policy: str = CacheConfig.policy
     pin_quota: float = 0.30
     reserve_pages: int | None = 0
     auto_pin: AutoPinConfig | None = None

@@ -19,6 +19,7 @@ from looseleaf.cli.failures import FAILED, friendly_errors, say_error
 from looseleaf.cli.output import format_bytes, print_json, stderr_console, stdout_console
 from looseleaf.cli.progress import model_progress
 from looseleaf.cli.traffic import recording
+from looseleaf.core.config import CacheConfig
 from looseleaf.core.eviction import POLICIES
 from looseleaf.engine.config import EngineConfig
 from looseleaf.lab.capacity import parse_bytes
@@ -96,7 +97,7 @@ def serve(
     auto_pin_min_tokens: MinTokensOption = str(RULE.min_tokens),
     auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     reserve_pages: ReservePagesOption = None,
-    policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = "lru",
+    policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = CacheConfig.policy,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")
