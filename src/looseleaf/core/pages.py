@@ -6,6 +6,8 @@ sequence goes into a partly used page, so that 256-token pages waste no more tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -69,9 +71,8 @@ class PagePool:
         if after is not None:
             self._take_behind(after, num_blocks, taken)
         left = num_blocks - len(taken)
-        while left >= self.blocks_per_page and self.free_pages:
-            taken.extend(self._take_run(self.free_pages[-1], 0, self.blocks_per_page))
-            left -= self.blocks_per_page
+        if left >= self.blocks_per_page and self.free_pages:
+            left -= self._take_pages(min(left // self.blocks_per_page, len(self.free_pages)), taken)
         if left and left < self.blocks_per_page:
             page = self._page_with_room(left, growth_blocks)
             if page is not None:
@@ -98,6 +99,9 @@ class PagePool:
                 raise IntegrityError("I3", f"block {int(blocks[0])} is given back twice")
             self._set_mask(page, self.masks[page] ^ (1 << index))
             return
+        if self.blocks_per_page == 1:
+            self._give_back_pages(blocks.tolist())
+            return
         pages = blocks // self.blocks_per_page
         bits = np.left_shift(np.uint64(1), (blocks % self.blocks_per_page).astype(np.uint64))
         starts = np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
@@ -113,7 +117,34 @@ class PagePool:
                 )
             cleared[page] = seen | mask
         for page, mask in cleared.items():
-            self._set_mask(page, self.masks[page] & ~mask)
+            if mask == self.full_mask:
+                self._free_pages((page,))
+            else:
+                self._set_mask(page, self.masks[page] & ~mask)
+
+    def _give_back_pages(self, pages: list[int]) -> None:
+        """Return whole pages."""
+        if len(set(pages)) < len(pages) or not all(map(self.masks.__getitem__, pages)):
+            raise IntegrityError("I3", f"a page is given back twice (pages {pages[:8]}…)")
+        self._free_pages(pages)
+
+    def _free_pages(self, pages: Sequence[int]) -> None:
+        """Pages of which every block was taken are free as a whole."""
+        for page in pages:
+            self.masks[page] = 0
+        self.free_pages.extend(pages)
+        self.num_free_blocks += len(pages) * self.blocks_per_page
+
+    def _take_pages(self, num_pages: int, taken: list[int]) -> int:
+        """The topmost free pages, whole; how many blocks these are."""
+        size, full = self.blocks_per_page, self.full_mask
+        pages = self.free_pages[: -num_pages - 1 : -1]
+        del self.free_pages[-num_pages:]
+        for page in pages:
+            self.masks[page] = full
+            taken.extend(range(page * size, page * size + size))
+        self.num_free_blocks -= num_pages * size
+        return num_pages * size
 
     def _take_behind(self, block: int, num_blocks: int, taken: list[int]) -> None:
         page, index = divmod(block, self.blocks_per_page)
