@@ -11,6 +11,7 @@ from looseleaf.core.explain import Explanation
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager, PrefixMatch
 from looseleaf.core.moving import CompactionResult, ResizeResult
+from looseleaf.core.namespaces import NamespaceLayer, namespace_of
 from looseleaf.core.pin_record import Pin
 from looseleaf.core.reports import Fragmentation, GroupUse
 from looseleaf.core.stats import CacheStats, ClearResult
@@ -68,6 +69,7 @@ __all__ = [
     "LifecycleError",
     "LooseleafError",
     "ModelError",
+    "NamespaceLayer",
     "OutOfBlocks",
     "PageCorrupt",
     "Pin",
@@ -83,4 +85,5 @@ __all__ = [
     "UnknownPin",
     "UnknownRequest",
     "UnsupportedModel",
+    "namespace_of",
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from looseleaf import CacheManager, LayerGroup, PinQuotaExceeded
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import pack_tokens
 from looseleaf.testing.clock import ManualClock
 from tests.core.conftest import MakeCache, run, start, tokens
 
 
 def pin_automatically(cache: CacheManager, prompt: list[int], namespace: str = "") -> str:
-    return cache._pins.pin_automatically(namespace, pack_tokens(prompt))
+    return cache._pins.pin_automatically(Tenancy(namespace, namespace), pack_tokens(prompt))
 
 
 def held(cache: CacheManager) -> list[int]:

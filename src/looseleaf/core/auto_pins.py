@@ -22,6 +22,7 @@ import numpy as np
 from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.forgotten import EvictedRun
 from looseleaf.core.habits import Habit, Habits
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.pin_record import AUTOMATIC
 from looseleaf.core.pins import PinBook
 from looseleaf.core.pressure import Pressure
@@ -105,12 +106,12 @@ NOTHING = AutoPinReport(False, False, False, 0, 0, 0, 0, 0, 0, 0.0, None, ())
 
 @dataclass(frozen=True)
 class LookUp:
-    """What a look-up found. The nodes of `path` hold the hit, they end at the chain keys `path_keys` and were last used
-    at `path_used_at`; `rest_keys` [n] are those of the whole blocks behind it, the first of which `run` finds
-    evicted; the first `num_known_blocks` of the prompt are stored, but perhaps not in all groups. `data`: the prompt's
-    tokens, packed."""
+    """What a look-up of a prompt, stored as `tenancy` says, found. The nodes of `path` hold the hit, they end at the
+    chain keys `path_keys` and were last used at `path_used_at`; `rest_keys` [n] are those of the whole blocks behind
+    it, the first of which `run` finds evicted; the first `num_known_blocks` of the prompt are stored, but perhaps not
+    in all groups. `data`: the prompt's tokens, packed."""
 
-    namespace: Namespace
+    tenancy: Tenancy
     data: bytes
     path: Sequence[Node]
     path_keys: Sequence[int]
@@ -124,7 +125,7 @@ class LookUp:
 class AutoPinner:
     """Makes and ends automatic pins of one cache. Used under the manager's lock.
 
-    `pin(namespace, data)` makes a pin of packed tokens that gives way to all others, and answers with its id.
+    `pin(tenancy, data)` makes a pin of packed tokens that gives way to all others, and answers with its id.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class AutoPinner:
         num_lanes: int,
         pressure: Pressure,
         book: PinBook,
-        pin: Callable[[Namespace, bytes], str],
+        pin: Callable[[Tenancy, bytes], str],
     ) -> None:
         self.config = config
         self._block_tokens = block_tokens
@@ -172,9 +173,7 @@ class AutoPinner:
         else:
             self._weigh(-self._pressure.num_kept(found.run.evicted_counts, self._idle_blocks))
         used = [*self._uses_of_hit(found, sizes), *self._uses_behind(found)]
-        rule = self.config.rule_of(found.namespace)
-        if rule is not None:
-            self._consider(used, rule, found.data, now)
+        self._consider(used, found, now)
         self._num_since_review += REVIEWED_PINS
         if self._num_since_review >= len(self._pinned):
             self._num_since_review = 0
@@ -207,7 +206,7 @@ class AutoPinner:
         if self._is_paper:
             saved = [habit.num_blocks for key, habit in used if key in self._pinned]
             self._weigh((max(saved, default=start) - start) * self._num_lanes)
-        rule = self.config.rule_of(found.namespace)
+        rule = self.config.rule_of(found.tenancy.namespace)
         if rule is not None and rule.min_tokens is not None:
             for end in _grid(max(start, rule.min_tokens // self._block_tokens), start + len(keys), self._block_tokens):
                 key = keys[end - start - 1]
@@ -217,7 +216,13 @@ class AutoPinner:
 
     def _use_again(self, key: int, found: LookUp, num_blocks: int, used_at: float, is_lost: bool) -> Habit:
         return self._habits.use_again(
-            key, found.namespace, num_blocks, used_at, is_lost, found.at_seconds, self.config.rate_window_seconds
+            key,
+            found.tenancy.at(num_blocks - 1),
+            num_blocks,
+            used_at,
+            is_lost,
+            found.at_seconds,
+            self.config.rate_window_seconds,
         )
 
     def _weigh(self, num_blocks: int) -> None:
@@ -239,21 +244,22 @@ class AutoPinner:
 
     # --- making and ending ----------------------------------------------------------------------------------------
 
-    def _consider(self, used: list[tuple[int, Habit]], rule: AutoPinRule, data: bytes, now: float) -> None:
+    def _consider(self, used: list[tuple[int, Habit]], found: LookUp, now: float) -> None:
         """Pin the longest of the prefixes just used that is worth it."""
         price = HYSTERESIS * self._pressure.price(now)
         for row, (key, habit) in reversed(list(enumerate(used))):
             pinned = self._pinned.get(key)
             if pinned is not None and (pinned.pin_id or self._is_paper):
                 return
-            if habit.num_uses < MIN_USES or not self._allows(rule, habit):
+            rule = self.config.rule_of(habit.namespace)
+            if rule is None or habit.num_uses < MIN_USES or not self._allows(rule, habit):
                 continue
             worth = self._habits.worth(habit, now - self._frontier(), now)
             above = max((other.num_blocks for key, other in used[:row] if key in self._pinned), default=0)
             needed = self._book.marks.num_blocks_at(habit.num_blocks) - self._book.marks.num_blocks_at(above)
             if worth > price and self._make_room(needed, worth, now):
-                packed = data[: habit.num_blocks * self._block_tokens * TOKEN_BYTES]
-                pin_id = "" if self._is_paper else self._pin(habit.namespace, packed)
+                packed = found.data[: habit.num_blocks * self._block_tokens * TOKEN_BYTES]
+                pin_id = "" if self._is_paper else self._pin(found.tenancy.up_to(habit.num_blocks), packed)
                 self._num_made += pinned is None
                 self._pinned[key] = _AutoPin(pin_id, max(0, needed))
                 return
@@ -286,7 +292,7 @@ class AutoPinner:
 
     def _quota_left(self) -> int:
         on_paper = sum(pin.num_own_blocks for pin in self._pinned.values()) if self._is_paper else 0
-        return self._book.quota_left() - on_paper
+        return max(0, -self._book.quotas.excess(None)) - on_paper
 
     def _review(self, now: float) -> None:
         """End pins that do not pay any more; make all real, or put all back on paper, when they gain or lose."""

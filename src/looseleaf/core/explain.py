@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Literal, TypeAlias
 
 from looseleaf.core.forgotten import EVICTED, ForgottenTable
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
 
@@ -83,9 +84,16 @@ class WindowCut:
 
 
 def explain_lookup(
-    tree: PrefixTree, forgotten: ForgottenTable, node: Node, data: bytes, cut: WindowCut | None, now_seconds: float
+    tree: PrefixTree,
+    forgotten: ForgottenTable,
+    node: Node,
+    data: bytes,
+    tenancy: Tenancy,
+    cut: WindowCut | None,
+    now_seconds: float,
 ) -> Explanation:
-    """Why a look-up of packed tokens ended at the end of `node`. Read-only.
+    """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. Read-only. Of what other
+    namespaces store it tells no more than that they do.
 
     Evidence is weighed in this order: everything usable hit; too short to hit; a window was gone; the next block was
     stored and forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of
@@ -98,7 +106,9 @@ def explain_lookup(
     num_cached = num_cached_blocks * block_tokens
     num_usable_blocks = (num_tokens - 1) // block_tokens
     block = data[num_cached_blocks * size : (num_cached_blocks + 1) * size]
-    num_beyond = nearest_continuation(islice(reversed(node.children), MAX_COMPARED_SIBLINGS), block)
+    namespace = tenancy.at(num_cached_blocks)
+    continuations = tree.continuations(node, namespace)
+    num_beyond = nearest_continuation(islice(reversed(continuations), MAX_COMPARED_SIBLINGS), block)
     shared = num_cached + num_beyond
     head = f"{num_cached} of {num_tokens} tokens reused"
 
@@ -116,16 +126,18 @@ def explain_lookup(
         why = f"{num_known} tokens of it are stored, but group {cut.group!r} has let go of what lies before token "
         text = f"{head}: {why}{num_known}."
         return Explanation(num_tokens, num_cached, num_known, num_cached, "window_cut", text)
-    lost = forgotten.look_up(node, block)
+    lost = forgotten.look_up(node, block, tenancy.borders)
     if lost is not None:
         cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"
         age_seconds = now_seconds - lost.at_seconds
         return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
-    if num_cached_blocks == 0 and tree.first_blocks.get(block):
-        return answer("other_namespace", "its beginning is stored in another namespace, which is never shared", 0)
+    if tree.is_elsewhere(node, block, namespace):
+        what = f"what follows token {num_cached}" if num_cached else "its beginning"
+        why = f"{what} is stored in another namespace, which is never shared"
+        return answer("other_namespace", why, num_cached)
     if num_cached_blocks == 0 and num_beyond > 1:  # one token may be the mark with which every prompt begins
         why = f"{num_beyond} tokens are shared with a stored prompt, less than one block of {block_tokens}"
         return answer("below_one_block", why, num_beyond)
-    if num_cached_blocks and node.children:
+    if num_cached_blocks and continuations:
         return answer("diverged", f"the prompt differs from what is stored at token {shared}", shared)
     return answer("never_seen", f"nothing behind token {num_cached} was computed before", num_cached)

@@ -6,11 +6,13 @@ block and can't grow; an overwritten entry makes an explanation say "never seen"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from looseleaf.core.chain_keys import ChainKeys, join_keys, root_key
+from looseleaf.core.namespaces import Border
 from looseleaf.core.tree import Node
 from looseleaf.ids import Int64Array
 
@@ -44,6 +46,7 @@ class ForgottenTable:
         size = max(MIN_ENTRIES, 1 << (4 * num_blocks - 1).bit_length())
         self._shift = 64 - (size.bit_length() - 1)
         self._chain = ChainKeys(block_bytes)
+        self._block_bytes = block_bytes
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.float64)
         self._counts = np.zeros(size, dtype=np.int64)
@@ -61,11 +64,11 @@ class ForgottenTable:
         self._causes[places] = cause
         self.is_empty = False
 
-    def look_up(self, node: Node, block: bytes) -> ForgottenBlock | None:
+    def look_up(self, node: Node, block: bytes, borders: Sequence[Border] = ()) -> ForgottenBlock | None:
         """What is remembered of `block` right behind the end of `node`'s run."""
         if self.is_empty:
             return None
-        key = self.keys_behind(node, block)
+        key = self.keys_behind(node, block, borders)
         if not len(key):
             return None
         place = int(self._places(key)[0])
@@ -73,9 +76,20 @@ class ForgottenTable:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
 
-    def keys_behind(self, node: Node, data: bytes) -> Int64Array:
-        """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n]."""
-        return self._chain.behind(self._end_key(node), data)
+    def keys_behind(self, node: Node, data: bytes, borders: Sequence[Border] = ()) -> Int64Array:
+        """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n].
+        `borders`: those of the prompt's `Tenancy`."""
+        key, size, at = self._end_key(node), self._block_bytes, node.end
+        num_blocks = len(data) // size
+        parts: list[Int64Array] = []
+        for border in borders:
+            if node.end <= border.first_block < node.end + num_blocks:
+                parts.append(
+                    self._chain.behind(key, data[(at - node.end) * size : (border.first_block - node.end) * size])
+                )
+                key, at = join_keys(int(parts[-1][-1]) if len(parts[-1]) else key, border.namespace), border.first_block
+        rest = self._chain.behind(key, data[(at - node.end) * size :])
+        return np.concatenate((*parts, rest)) if parts else rest
 
     def evicted_run(self, keys: Int64Array) -> EvictedRun:
         """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
@@ -111,7 +125,7 @@ class ForgottenTable:
         """Chain key in front of a node's run."""
         assert node.parent is not None  # a root has no run
         key = self._end_key(node.parent)
-        return key if node.parent.namespace == node.namespace else join_keys(key, node.namespace)
+        return join_keys(key, node.namespace) if node.begins_layer else key
 
     def _end_key(self, node: Node) -> int:
         if node.chain_keys is None:

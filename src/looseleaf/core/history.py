@@ -6,9 +6,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from looseleaf.core.explain import Explanation
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.errors import UnknownRequest
-from looseleaf.ids import Namespace, RequestId
+from looseleaf.ids import RequestId
 
 MIN_REMEMBERED_TOKENS = 32 * 2**20
 
@@ -18,7 +19,7 @@ class FinishedRequest:
     """A released lease. `data`: its committed whole blocks, packed; None once their room was needed for younger
     requests."""
 
-    namespace: Namespace
+    tenancy: Tenancy
     num_committed_tokens: int
     num_prompt_tokens: int
     data: bytes | None

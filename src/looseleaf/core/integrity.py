@@ -99,7 +99,10 @@ def _check_tree(store: BlockStore) -> None:
         _require(len(node.tokens) == node.num_blocks * tree.block_bytes, "I6", f"{name}: tokens and blocks differ")
         _require(node.end == parent.end + node.num_blocks, "I6", f"{name} ends at {node.end}, parent {parent.end}")
         key = node.tokens[: tree.block_bytes]
-        _require(parent.children.get(key) is node, "I4", f"{name} is not its parent's child")
+        siblings = tree.continuations(parent, node.namespace)
+        _require(siblings.get(key) is node, "I4", f"{name} is not its parent's child")
+        is_listed = node.id in tree.layered.get(node.namespace, {})
+        _require(is_listed == node.begins_layer, "I4", f"{name} begins a layer: {node.begins_layer}")
         present = node.blocks[node.blocks != ABSENT]
         np.add.at(owner, present, 1)
         _require(bool(ledger.stored[present].all()), "I6", f"{name} owns a block that is not stored")
@@ -111,6 +114,9 @@ def _check_tree(store: BlockStore) -> None:
         _require(parent.is_root or parent.num_holders >= node.num_holders, "I4", f"{name} is held more than its parent")
         _check_marks(store, node)
     _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
+    num_layered = sum(len(begun) for begun in tree.layered.values())
+    num_first = num_layered + sum(len(root.children) for root in tree.roots.values())
+    _require(sum(tree.first_blocks.values()) == num_first, "I4", f"{num_first} first blocks, others are counted")
     _require(bool((owner == ledger.stored).all()), "I6", "a block is in two nodes, or stored without a node")
 
 
@@ -166,6 +172,8 @@ def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
         _require(same, "I5", f"{name}: its committed blocks are not those of its path")
         tokens = b"".join(node.tokens for node in path)
         _require(lease.head.startswith(tokens), "I6", f"{name}: the tokens of its path are not its own")
+        is_own = all(node.namespace == lease.tenancy.at(block) for node in path for block in (node.start, node.end - 1))
+        _require(is_own, "I6", f"{name}: its path leads through namespaces that are not its own")
 
 
 def _check_pins(store: BlockStore) -> None:
@@ -180,6 +188,8 @@ def _check_pins(store: BlockStore) -> None:
         _require(hold.data.startswith(tokens), "I8", f"{hold.id} holds tokens that it did not ask for")
         for node in path:
             _require(node.alive, "I8", f"{hold.id} holds a node that is gone")
+            is_own = {hold.tenancy.at(node.start), hold.tenancy.at(node.end - 1)} == {node.namespace}
+            _require(is_own, "I8", f"{hold.id} holds a node of another namespace")
             if hold.level == HARD:
                 hard[node.id] = hard.get(node.id, 0) + 1
             else:
@@ -228,8 +238,9 @@ def _check_place(store: BlockStore, hold: PinHold) -> None:
     is_shared = all(record.hold is hold and pins.records.get(key) is record for key, record in hold.records.items())
     _require(bool(hold.records) and is_shared, "I8", f"{name} is held for pins that are not there")
     size = store.tree.block_bytes
-    _require(hold.awaited == hold.data[node.end * size :][:size], "I8", f"{name} waits for another block")
-    is_limited = hold.awaited in node.children
+    block = hold.data[node.end * size :][:size]
+    _require(hold.awaited.block == block, "I8", f"{name} waits for another block")
+    is_limited = block in store.tree.continuations(node, hold.tenancy.at(node.end))
     _require((hold.number in pins.limited.holds) == is_limited, "I8", f"{name} is limited: {is_limited}")
     gives_way = hold.level == SOFT and node.end > 0
     _require((hold.number in pins.soft.holds) == gives_way, "I8", f"{name} can give way: {gives_way}")
@@ -238,16 +249,22 @@ def _check_place(store: BlockStore, hold: PinHold) -> None:
 def _check_quotas(store: BlockStore, taken: Counter[tuple[str, str]]) -> None:
     """I8: what pins take, by namespace and level, is counted right, and within every quota."""
     pins, marks = store.pins, store.pins.marks
-    for namespace in {*store.tree.roots, *pins.namespace_quotas, *(namespace for namespace, _ in taken)}:
+    for namespace in {
+        *store.tree.roots,
+        *store.tree.layered,
+        *pins.quotas.by_namespace,
+        *(namespace for namespace, _ in taken),
+    }:
         found = (taken[namespace, HARD], taken[namespace, HARD] + taken[namespace, SOFT])
         counted = (marks.taken_blocks(namespace, hard_only=True), marks.taken_blocks(namespace))
         _require(found == counted, "I8", f"(hard, all) blocks of {namespace!r} are {found}, counted {counted}")
-        quota = pins.namespace_quotas.get(namespace, found[1])
+        quota = pins.quotas.by_namespace.get(namespace, found[1])
         _require(found[1] <= quota, "I8", f"{found[1]} pinned in namespace {namespace!r}, quota {quota}")
     num_hard, num_soft = (sum(n for (_, level), n in taken.items() if level == wanted) for wanted in (HARD, SOFT))
     found, counted = (num_hard, num_soft), (marks.num_hard_blocks, marks.num_soft_blocks)
     _require(found == counted, "I8", f"(hard, soft) blocks are {found}, counted {counted}")
-    _require(num_hard + num_soft <= pins.quota_blocks, "I8", f"{num_hard + num_soft} pinned, quota {pins.quota_blocks}")
+    quota = pins.quotas.num_blocks
+    _require(num_hard + num_soft <= quota, "I8", f"{num_hard + num_soft} pinned, quota {quota}")
     num_anchored = sum(len(anchorage.holds) for anchorage in pins.anchorages.values())
     _require(num_anchored == len(pins.holds), "I8", f"{num_anchored} holds have an anchor, {len(pins.holds)} are live")
     num_pins = sum(len(hold.records) for hold in pins.holds.values())
@@ -274,7 +291,7 @@ def _check_victims(store: BlockStore) -> None:
     own."""
     expected: dict[str, set[int]] = {"unpinned": set(), "soft": set()}
     for node in _stored_nodes(store):
-        if not node.children and not node.num_holders and not node.num_hard_pins:
+        if node.is_leaf and not node.num_holders and not node.num_hard_pins:
             expected["soft" if node.soft_priorities else "unpinned"].add(node.id)
     for queue, nodes in expected.items():
         offered = set(store.victims.offered(queue))

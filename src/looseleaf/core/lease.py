@@ -14,6 +14,7 @@ from looseleaf.ids import Int32Array, Namespace, RequestId
 if TYPE_CHECKING:
     from looseleaf.core.explain import Explanation
     from looseleaf.core.leasing import LeaseDesk
+    from looseleaf.core.namespaces import NamespaceLayer, Tenancy
     from looseleaf.core.tree import Node
 
 
@@ -29,8 +30,8 @@ class Lease:
 
     __slots__ = (
         "copies", "desk", "expected_ends", "expected_tokens", "explanation", "first_rows", "head", "is_open",
-        "namespace", "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
-        "opened_tick", "own_node", "request_id", "row", "stores", "table", "views",
+        "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
+        "opened_tick", "own_node", "request_id", "row", "stores", "table", "tenancy", "views",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +40,7 @@ class Lease:
         row: int,
         request_id: RequestId,
         number: int,
+        tenancy: Tenancy,
         node: Node,
         head: bytearray,
         table: Int32Array,
@@ -55,7 +57,7 @@ class Lease:
         self.num_output_tokens: int | None = (
             None  # what the policy learns at the end; None: the tokens behind the prompt
         )
-        self.namespace: Namespace = node.namespace
+        self.tenancy = tenancy  # in which namespaces its blocks are stored
         self.node = node
         self.head = head
         self.table = table
@@ -70,6 +72,17 @@ class Lease:
         self.explanation = explanation
         self.copies: list[tuple[int, int]] = []
         self.is_open = True
+
+    @property
+    def namespace(self) -> Namespace:
+        """The request's own namespace."""
+        return self.tenancy.namespace
+
+    @property
+    def layers(self) -> tuple[NamespaceLayer, ...]:
+        """The beginnings of the prompt that lie in other namespaces, as they were declared: a request that comes back
+        must be given the same."""
+        return self.tenancy.layers
 
     # --- what it holds --------------------------------------------------------------------------------------------
 

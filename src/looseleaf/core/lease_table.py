@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from looseleaf.core.tree import ABSENT
 from looseleaf.ids import Int32Array, Int64Array
 
 
@@ -81,3 +82,16 @@ class LeaseTable:
         for source, target in zip(old_columns, self._columns(), strict=True):
             target[:before] = source
         self._free_rows.extend(range(after - 1, before - 1, -1))
+
+
+def present(table: Int32Array) -> Int32Array:
+    """The blocks of a table, int32 [n], without ABSENT ones."""
+    blocks: Int32Array = table.ravel()
+    return blocks if table.shape[1] == 1 and (len(blocks) == 0 or blocks[0] != ABSENT) else blocks[blocks != ABSENT]
+
+
+def read_only(table: Int32Array) -> Int32Array:
+    """A view (a copy, if it is not in one piece) that can't be made writable, as one with its flag cleared could."""
+    if len(table) == 0:
+        return np.frombuffer(b"", dtype=np.int32).reshape(0, table.shape[1])
+    return np.frombuffer(np.ascontiguousarray(table).data.toreadonly(), dtype=np.int32).reshape(table.shape)

@@ -14,8 +14,9 @@ from looseleaf.core.config import GroupPlan
 from looseleaf.core.explain import Explanation, forked
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
-from looseleaf.core.lease_table import LeaseTable
+from looseleaf.core.lease_table import LeaseTable, present, read_only
 from looseleaf.core.lookup import look_up
+from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
@@ -62,24 +63,26 @@ class LeaseDesk:
         prompt: Tokens,
         request_id: RequestId | None,
         namespace: Namespace,
+        layers: Sequence[NamespaceLayer],
         count_lookup: bool,
         reuse: bool,
         expected_tokens: int | None,
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
+        tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
         with self._lock:
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
             self._num_requests += 1
             number = self._num_requests
-            node, table, explanation = look_up(self._store, data, namespace, number, reuse, count_lookup, self._clock)
+            node, table, explanation = look_up(self._store, data, tenancy, number, reuse, count_lookup, self._clock)
             earlier = None if count_lookup else self._history.get(request_id)
             if earlier is not None:  # a request that comes back keeps the reason of its first look-up
                 explanation = earlier.explanation
             firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
-            lease = self._make(request_id, number, node, data, num_tokens, table, reuse, explanation, firsts)
+            lease = self._make(request_id, number, tenancy, node, data, num_tokens, table, reuse, explanation, firsts)
             num_cached = len(table) * self._block_tokens
             lease.num_cached_tokens = num_cached
             lease.expected_tokens = expected_tokens
@@ -114,7 +117,9 @@ class LeaseDesk:
             self._num_requests += 1
             number = self._num_requests
             stores = parent.stores
-            child = self._make(request_id, number, parent.node, data, num_tokens, shared, stores, explanation, firsts)
+            child = self._make(
+                request_id, number, parent.tenancy, parent.node, data, num_tokens, shared, stores, explanation, firsts
+            )
             child.num_cached_tokens = num_full * self._block_tokens
             child.expected_tokens = parent.expected_tokens
             if num_tail:
@@ -139,6 +144,7 @@ class LeaseDesk:
         self,
         request_id: RequestId,
         number: int,
+        tenancy: Tenancy,
         node: Node,
         data: bytes,
         num_tokens: int,
@@ -150,7 +156,7 @@ class LeaseDesk:
         row = self.rows.open()
         num_head = num_tokens // self._block_tokens * self._block_bytes
         head, tick = bytearray(data[:num_head]), self._store.tick
-        lease = Lease(self, row, request_id, number, node, head, table, stores, explanation, firsts, tick)
+        lease = Lease(self, row, request_id, number, tenancy, node, head, table, stores, explanation, firsts, tick)
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
@@ -165,13 +171,13 @@ class LeaseDesk:
             self._check_open(lease, "release")
             num_committed = int(self.rows.num_committed[lease.row])
             finished = FinishedRequest(
-                lease.namespace, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
+                lease.tenancy, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
             )
             self._history.add(lease.request_id, finished)
             num_output = lease.num_output_tokens
             if num_output is None:
                 num_output = int(self.rows.num_tokens[lease.row]) - lease.num_prompt_tokens
-            blocks = _present(lease.table[: lease.num_blocks])
+            blocks = present(lease.table[: lease.num_blocks])
             self._store.let_go(lease.node, blocks, lease.first_rows, lease.number, num_output)
             lease.is_open = False
             self.rows.close(lease.row)
@@ -180,7 +186,7 @@ class LeaseDesk:
     def detach(self, namespace: Namespace | None) -> None:
         """After a clear: live leases keep their blocks, but what they commit from now on is not stored any more."""
         for lease in self.live.values():
-            if namespace is None or lease.namespace == namespace:
+            if namespace is None or namespace in lease.tenancy.namespaces:
                 lease.stores = False
 
     def rename(self, new_id: Int32Array) -> None:
@@ -354,7 +360,7 @@ class LeaseDesk:
         self._check_open(lease, "block_table")
         if lease.views is None:
             lease.views = tuple(
-                _read_only(lease.table[first : lease.num_blocks, group.lanes])
+                read_only(lease.table[first : lease.num_blocks, group.lanes])
                 for group, first in zip(self._store.plan.groups, lease.first_rows, strict=True)
             )
         return lease.views
@@ -397,7 +403,7 @@ class LeaseDesk:
         if lease.stores:
             data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
             rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
-            holder = Holder(lease.own_node, lease.opened_tick, lease.number, is_padded)
+            holder = Holder(lease.own_node, lease.opened_tick, lease.number, is_padded, lease.tenancy.borders)
             lease.node, lease.own_node = self._store.add(lease.node, data, rows, holder)
             for end in [end for end in lease.expected_ends if end <= last]:
                 lease.expected_ends.remove(end)
@@ -484,16 +490,3 @@ def _count(num_tokens: int, call: str) -> int:
     if count < 0:
         raise RequestError(f"{call}({count}): a number of tokens is not negative")
     return count
-
-
-def _present(table: Int32Array) -> Int32Array:
-    """The blocks of a table, int32 [n], without ABSENT ones."""
-    blocks: Int32Array = table.ravel()
-    return blocks if table.shape[1] == 1 and (len(blocks) == 0 or blocks[0] != ABSENT) else blocks[blocks != ABSENT]
-
-
-def _read_only(table: Int32Array) -> Int32Array:
-    """A view (a copy, if it is not in one piece) that can't be made writable, as one with its flag cleared could."""
-    if len(table) == 0:
-        return np.frombuffer(b"", dtype=np.int32).reshape(0, table.shape[1])
-    return np.frombuffer(np.ascontiguousarray(table).data.toreadonly(), dtype=np.int32).reshape(table.shape)

@@ -20,6 +20,7 @@ from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
 from looseleaf.core.leasing import LeaseDesk, ReleaseGain
 from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
+from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_desk import PinDesk, PinWish
 from looseleaf.core.pin_record import HARD, PastPin, Pin
 from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmentation
@@ -78,19 +79,22 @@ class CacheManager:
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
-    def match(self, prompt: Tokens, namespace: Namespace = "") -> PrefixMatch:
+    def match(self, prompt: Tokens, namespace: Namespace = "", *, layers: Sequence[NamespaceLayer] = ()) -> PrefixMatch:
         """How much of `prompt` is cached; read-only, not counted.
 
         Raises:
             InvalidTokens: empty, negative, too large or not integers.
+            RequestError: layers that do not fit together, or the prompt.
         """
         data = pack_tokens(prompt)
         num_prompt = len(data) // TOKEN_BYTES
+        tenancy = Tenancy.of(namespace, layers, num_prompt, self.plan.block_tokens)
         with self._lock:
-            root = self._store.tree.roots.get(namespace)
+            root = self._store.tree.roots.get(tenancy.root)
             num_rows = 0
             if root is not None:
-                found = self._store.find(root, data, (num_prompt - 1) // self.plan.block_tokens)
+                num_usable = (num_prompt - 1) // self.plan.block_tokens
+                found = self._store.find(root, data, num_usable, tenancy.borders)
                 num_rows = found.match.num_blocks
             num_tokens = num_rows * self.plan.block_tokens
             return PrefixMatch(num_tokens, num_prompt, {"exact": num_tokens}, self._store.num_held_blocks(num_rows))
@@ -101,6 +105,7 @@ class CacheManager:
         request_id: RequestId | None = None,
         namespace: Namespace = "",
         *,
+        layers: Sequence[NamespaceLayer] = (),
         count_lookup: bool = True,
         reuse: bool = True,
         expected_tokens: int | None = None,
@@ -111,6 +116,8 @@ class CacheManager:
             prompt: token ids, any sequence of ints or an int32 array.
             request_id: the caller's name, unique among live leases; one is made if None.
             namespace: nothing is shared across namespaces.
+            layers: beginnings of the prompt that lie in other namespaces, shortest first: they are found there, and
+            stored there, by whoever declares them. A request that comes back is given the same.
             count_lookup: False keeps the look-up out of the statistics (a preempted request that comes back).
             reuse: False neither matches nor stores anything; the explanation says "skipped".
             expected_tokens: length that the sequence is expected to reach; it is given blocks with room to grow there.
@@ -118,8 +125,9 @@ class CacheManager:
         Raises:
             InvalidTokens: empty, negative, too large or not integers.
             DuplicateRequest: a live lease has this id.
+            RequestError: layers that do not fit together, or the prompt.
         """
-        return self._desk.open(prompt, request_id, namespace, count_lookup, reuse, expected_tokens)
+        return self._desk.open(prompt, request_id, namespace, layers, count_lookup, reuse, expected_tokens)
 
     def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
         """Append one token to each lease and reserve its slot: int64 [num_leases], `block_id * block_tokens + offset`.
@@ -166,6 +174,7 @@ class CacheManager:
         *,
         request_id: RequestId | None = None,
         namespace: Namespace = "",
+        layers: Sequence[NamespaceLayer] = (),
         cache_type: str = "kv",
         owner: str = "",
         labels: Mapping[str, str] | None = None,
@@ -178,8 +187,8 @@ class CacheManager:
         part: str = "all",
         last_token: int | None = None,
     ) -> Pin:
-        """Promise that a prefix is not evicted: `tokens` of a namespace, or what a live or finished request has
-        committed.
+        """Promise that a prefix is not evicted: `tokens` of a namespace (and of `layers`, as in `lease`), or what a
+        live or finished request has committed.
 
         It covers whole blocks. Tokens that are not stored yet are accepted, take no quota until they come, and are
         then held as far as the quota goes.
@@ -204,7 +213,7 @@ class CacheManager:
             cache_type, owner, labels, level, priority, ttl_seconds, max_ttl_seconds, refresh, partial, part, last_token
         )
         with self._lock:
-            return self._pins.pin(tokens, request_id, namespace, wish)
+            return self._pins.pin(tokens, request_id, namespace, layers, wish)
 
     def unpin(self, pin_id: str | None = None, *, request_id: RequestId | None = None, cache_type: str = "kv") -> Pin:
         """Undo a pin by its id, or the latest pin made with this `request_id` and `cache_type`. Its last snapshot.
@@ -390,15 +399,16 @@ class CacheManager:
     def clear(self, namespace: Namespace | None = None, *, include_pins: bool = False) -> ClearResult:
         """Forget what is cached and neither held nor pinned, in one namespace or in all (None).
 
-        What running requests hold is detached: never matched again, freed when they end; so nothing old survives a
-        change of weights. Pins are spared unless `include_pins`, which undoes them first.
+        What other namespaces store behind a layer of it goes with it. What running requests hold is detached: never
+        matched again, freed when they end; so nothing old survives a change of weights. Pins are spared unless
+        `include_pins`, which undoes them first.
         """
         with self._lock:
             self._store.expire_pins()
             pins = self._store.pins
             if include_pins:
                 for record in list(pins.records.values()):
-                    if namespace is None or record.node.namespace == namespace:
+                    if namespace is None or namespace in (record.namespace, *record.hold.tenancy.namespaces):
                         pins.remove(record, "unpinned")
             result = self._store.clear(namespace)
             self._desk.detach(namespace)

@@ -38,7 +38,7 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     """Give the pool the pages of `plan`; see `CacheManager.resize`. O(blocks + nodes)."""
     ledger = store.ledger
     num_bound = ledger.num_active_blocks + ledger.num_protected_idle_blocks
-    if num_bound > plan.num_blocks or not store.pins.fits(plan):
+    if num_bound > plan.num_blocks or not store.pins.quotas.fits(plan):
         raise ResizeRefused(
             plan.num_blocks, ledger.num_active_blocks, store.pins.marks.num_hard_blocks, plan.quota_blocks
         )
@@ -52,7 +52,7 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     store.plan = plan
     store.pressure.num_blocks = plan.num_blocks
     store.victims.policy.resize(plan.num_blocks)
-    store.pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
+    store.pins.set_quotas(plan)
     return ResizeResult(plan.num_pages, plan.num_blocks, num_evicted, _pairs(outside, inside))
 
 

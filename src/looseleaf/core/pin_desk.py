@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from looseleaf.core.config import CachePlan
 from looseleaf.core.history import History
 from looseleaf.core.leasing import LeaseDesk
+from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_record import AUTOMATIC, HARD, SOFT, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
@@ -79,27 +80,37 @@ class PinDesk:
         self._clock = clock
         self._num_asked = 0
 
-    def pin(self, tokens: Tokens | None, request_id: RequestId | None, namespace: Namespace, wish: PinWish) -> Pin:
+    def pin(
+        self,
+        tokens: Tokens | None,
+        request_id: RequestId | None,
+        namespace: Namespace,
+        layers: Sequence[NamespaceLayer],
+        wish: PinWish,
+    ) -> Pin:
         """See `CacheManager.pin`."""
         if (tokens is None) == (request_id is None):
             raise RequestError("pin takes tokens or a request_id, one of them")
+        if request_id is not None and layers:
+            raise RequestError("pin takes layers with tokens only", "a request is pinned where it is stored")
         _check_names(namespace=namespace, request_id=request_id)
         wish.check(self._desk.group_names)
         data = None if tokens is None else pack_tokens(tokens)
         self._store.expire_pins()
         if data is None:
             assert request_id is not None  # checked above
-            namespace, data, num_tokens = self._committed_by(request_id, wish.part)
+            tenancy, data, num_tokens = self._committed_by(request_id, wish.part)
         else:
             num_tokens = len(data) // TOKEN_BYTES
+            tenancy = Tenancy.of(namespace, layers, num_tokens, self._store.plan.block_tokens)
         if wish.last_token is not None:
             if wish.last_token > num_tokens:
                 raise RequestError(f"last_token is {wish.last_token}, but there are only {num_tokens} tokens to pin")
             num_tokens = wish.last_token
-        return self._store.pins.snapshot(self._add(data, num_tokens, namespace, request_id, wish))
+        return self._store.pins.snapshot(self._add(data, num_tokens, tenancy, request_id, wish))
 
     def _add(
-        self, data: bytes, num_tokens: int, namespace: Namespace, request_id: RequestId | None, wish: PinWish
+        self, data: bytes, num_tokens: int, tenancy: Tenancy, request_id: RequestId | None, wish: PinWish
     ) -> PinRecord:
         num_blocks = num_tokens // self._store.plan.block_tokens
         self._num_asked += 1
@@ -107,15 +118,17 @@ class PinDesk:
         ttl_seconds = wish.max_ttl_seconds if wish.ttl_seconds is None else wish.ttl_seconds
         hold = PinHold(
             number=self._num_asked,
+            tenancy=tenancy.up_to(num_blocks),
             data=data[: num_blocks * self._store.tree.block_bytes],
             num_blocks=num_blocks,
-            node=self._store.tree.root(namespace),
+            node=self._store.tree.root(tenancy.root),
             level=wish.level,
             priority=wish.priority,
             cache_type=wish.cache_type,
         )
         record = PinRecord(
             number=self._num_asked,
+            namespace=tenancy.namespace,
             hold=hold,
             num_tokens=num_tokens,
             owner=wish.owner,
@@ -130,10 +143,10 @@ class PinDesk:
         self._store.pins.add(record, partial=wish.partial)
         return record
 
-    def pin_automatically(self, namespace: Namespace, data: bytes) -> str:
+    def pin_automatically(self, tenancy: Tenancy, data: bytes) -> str:
         """A soft pin that gives way to every explicit one; its id."""
         wish = PinWish(owner="auto", level=SOFT, priority=AUTOMATIC)
-        return self._add(data, len(data) // TOKEN_BYTES, namespace, None, wish).id
+        return self._add(data, len(data) // TOKEN_BYTES, tenancy, None, wish).id
 
     def unpin(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> Pin:
         """See `CacheManager.unpin`."""
@@ -150,7 +163,7 @@ class PinDesk:
         chosen = [
             record
             for record in self._store.pins.records.values()
-            if record.owner == owner and namespace in (None, record.node.namespace)
+            if record.owner == owner and namespace in (None, record.namespace)
         ]
         return [self._undo(record) for record in chosen]
 
@@ -163,15 +176,13 @@ class PinDesk:
         Raises:
             PinQuotaExceeded: hard pins hold more; nothing has changed.
         """
-        pins, marks = self._store.pins, self._store.pins.marks
-        if not pins.fits(plan):
-            if namespace is None:
-                quota, taken = plan.quota_blocks, marks.num_hard_blocks
-            else:
-                quota, taken = plan.namespace_quotas[namespace], marks.taken_blocks(namespace, hard_only=True)
+        quotas = self._store.pins.quotas
+        if not quotas.fits(plan):
+            quota = plan.quota_blocks if namespace is None else plan.namespace_quotas[namespace]
+            taken = quotas.taken(namespace, hard_only=True)
             raise PinQuotaExceeded(taken, quota, quota, taken, namespace, is_new_quota=True)
         self._store.plan = plan
-        pins.set_quotas(plan.quota_blocks, plan.namespace_quotas)
+        self._store.pins.set_quotas(plan)
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""
@@ -189,18 +200,18 @@ class PinDesk:
         self._store.expire_pins()
         return list(self._store.pins.past)
 
-    def _committed_by(self, request_id: RequestId, part: str) -> tuple[Namespace, bytes, int]:
+    def _committed_by(self, request_id: RequestId, part: str) -> tuple[Tenancy, bytes, int]:
         lease = self._desk.live.get(request_id)
         if lease is not None:
-            namespace, data = lease.namespace, self._desk.committed_blocks(lease)
+            tenancy, data = lease.tenancy, self._desk.committed_blocks(lease)
             num_tokens, num_prompt_tokens = lease.num_committed_tokens, lease.num_prompt_tokens
         else:
             finished = self._history.require(request_id)
             if finished.data is None:
                 raise UnknownRequest(request_id, "it finished too long ago: its tokens are not kept any more")
-            namespace, data = finished.namespace, finished.data
+            tenancy, data = finished.tenancy, finished.data
             num_tokens, num_prompt_tokens = finished.num_committed_tokens, finished.num_prompt_tokens
-        return namespace, data, min(num_tokens, num_prompt_tokens) if part == "prompt" else num_tokens
+        return tenancy, data, min(num_tokens, num_prompt_tokens) if part == "prompt" else num_tokens
 
     def _find(self, pin_id: str | None, request_id: RequestId | None, cache_type: str) -> PinRecord:
         records = self._store.pins.records

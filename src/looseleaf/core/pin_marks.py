@@ -60,9 +60,12 @@ class PinMarks:
         """The first logical block that a pin which ends after `end` blocks guards; `end` if it guards none."""
         return min((group.first_needed_block(end) for _, group in self._guarded_groups(hold)), default=end)
 
-    def used(self, hold: PinHold, path: list[Node], first: int, last: int) -> Int64Array:
-        """Blocks of quota that this pin alone takes if it ends after `first`, `first` + 1, …, `last` blocks, up to a
-        constant that is 0 if `path` begins at the root: int64 [last - first + 1].
+    def used(
+        self, hold: PinHold, path: list[Node], first: int, last: int, namespace: Namespace | None = None
+    ) -> Int64Array:
+        """Blocks of quota, of that of `namespace` if given, that this pin alone takes if it ends after `first`,
+        `first` + 1, …, `last` blocks, up to a constant that is 0 if `path` begins at the root: int64
+        [last - first + 1].
 
         `path` goes on from what a pin that ends at `first` guards. Rows that others of its level (for a soft pin, any)
         pin as well cost nothing.
@@ -72,7 +75,8 @@ class PinMarks:
         is_alone = np.empty(path[-1].end - base if path else 0, dtype=np.bool_)
         for node in path:
             num_others = node.num_hard_pins + (0 if is_hard else len(node.soft_priorities)) - (node.end <= here)
-            is_alone[node.start - base : node.end - base] = num_others == 0
+            is_counted = namespace in (None, node.namespace)
+            is_alone[node.start - base : node.end - base] = is_counted and num_others == 0
         summed = np.concatenate(([0], np.cumsum(is_alone)))
         used: Int64Array = summed[first - base : last - base + 1] * self.num_full_lanes
         for column, group in self._guarded_groups(hold):
@@ -83,7 +87,8 @@ class PinMarks:
                     counts += node.marks.soft_guards[:, column]
                 if node.start < here:
                     counts[max(group.first_needed_block(here) - node.start, 0) : here - node.start] -= 1
-                is_alone[node.start - base : node.end - base] = counts == 0
+                is_counted = namespace in (None, node.namespace)
+                is_alone[node.start - base : node.end - base] = (counts == 0) & is_counted
             summed = np.concatenate(([0], np.cumsum(is_alone)))
             needed = group.first_needed_blocks(last)[first:] - base
             used = used + (summed[first - base : last - base + 1] - summed[needed]) * group.num_lanes

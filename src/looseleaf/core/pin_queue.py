@@ -10,20 +10,20 @@ from looseleaf.ids import Namespace
 
 
 class PinQueue:
-    """Some of the holds, least `key` first: one heap for each namespace with a quota of its own, and one, None, for all
-    others. `key` of a hold never changes and ends in its number. All calls cost O(log holds), but `first`, which costs
-    O(namespaces with a quota)."""
+    """Some of the holds, least `key` first: one heap for all holds that are under the same quotas of namespaces. `key`
+    of a hold never changes and ends in its number. All calls cost O(log holds), but `heads`, which costs O(heaps): one,
+    and one for each namespace with a quota if no hold lies in several."""
 
     def __init__(self, key: Callable[[PinHold], Key], quotas: Mapping[Namespace, int]) -> None:
         self.holds: dict[int, PinHold] = {}
         self._key = key
-        self._heaps: dict[Namespace | None, OfferedHeap] = {}
+        self._heaps: dict[tuple[Namespace, ...], OfferedHeap] = {}
         self.set_quotas(quotas)
 
     def set_quotas(self, quotas: Mapping[Namespace, int]) -> None:
         """Other namespaces have quotas now."""
         holds, self.holds = self.holds, {}
-        self._heaps = {namespace: OfferedHeap() for namespace in (None, *quotas)}
+        self._quotas, self._heaps = quotas, {}
         for hold in holds.values():
             self.add(hold)
 
@@ -31,18 +31,21 @@ class PinQueue:
         """Add a hold, unless it is there."""
         if hold.number not in self.holds:
             self.holds[hold.number] = hold
-            self._heap_of(hold).offer(hold.number, self._key(hold))
+            self._heaps.setdefault(self._place(hold), OfferedHeap()).offer(hold.number, self._key(hold))
 
     def discard(self, hold: PinHold) -> None:
         """Remove a hold, if it is there."""
         if self.holds.pop(hold.number, None) is not None:
-            self._heap_of(hold).withdraw(hold.number)
+            place = self._place(hold)
+            self._heaps[place].withdraw(hold.number)
+            if not self._heaps[place].offered():
+                del self._heaps[place]
 
     def heads(self, namespace: Namespace | None = None) -> Iterable[PinHold]:
-        """The first hold of each heap that has one, least key first; of one namespace with a quota only, if given."""
-        heaps = self._heaps.values() if namespace is None else (self._heaps[namespace],)
+        """The first hold of each heap, least key first; only of those under the quota of `namespace`, if given."""
+        heaps = [heap for place, heap in self._heaps.items() if namespace is None or namespace in place]
         numbers = [number for heap in heaps if (number := heap.first()) is not None]
         return sorted((self.holds[number] for number in numbers), key=self._key)
 
-    def _heap_of(self, hold: PinHold) -> OfferedHeap:
-        return self._heaps.get(hold.node.namespace) or self._heaps[None]
+    def _place(self, hold: PinHold) -> tuple[Namespace, ...]:
+        return tuple(namespace for namespace in hold.tenancy.namespaces if namespace in self._quotas)

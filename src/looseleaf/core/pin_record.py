@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tree import Node
 from looseleaf.ids import Namespace, RequestId
 
@@ -60,20 +61,32 @@ class PastPin:
     ended_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The first block that a hold lacks, packed (empty if it lacks none), and its namespace."""
+
+    namespace: Namespace = ""
+    block: bytes = b""
+
+
+NONE_AWAITED = Awaited()
+
+
 @dataclass(eq=False)
 class PinHold:
     """What all pins that are alike hold together: those that ask for the same, on the same terms. `data` is what they
-    ask for, packed and cut to whole blocks; they hold the path down to `node`, and `awaited` is the first block that
-    they lack (empty if none). `number`: that of the first of them. Figures are sums since then."""
+    ask for, packed and cut to whole blocks, stored as `tenancy` says; they hold the path down to `node` and wait for
+    `awaited`. `number`: that of the first of them. Figures are sums since then."""
 
     number: int
+    tenancy: Tenancy
     data: bytes
     num_blocks: int
     node: Node
     level: str
     priority: int
     cache_type: str
-    awaited: bytes = b""
+    awaited: Awaited = NONE_AWAITED
     records: dict[str, PinRecord] = field(default_factory=dict)
     num_hits: int = 0
     served_tokens: int = 0
@@ -90,9 +103,9 @@ class PinHold:
         return f"pin-{self.number}"
 
     @property
-    def terms(self) -> tuple[Namespace, str, int, str, bytes]:
+    def terms(self) -> tuple[Tenancy, str, int, str, bytes]:
         """What pins that are alike have in common."""
-        return self.node.namespace, self.level, self.priority, self.cache_type, self.data
+        return self.tenancy, self.level, self.priority, self.cache_type, self.data
 
     @property
     def is_automatic(self) -> bool:
@@ -102,9 +115,11 @@ class PinHold:
 
 @dataclass(eq=False)
 class PinRecord:
-    """A live pin. `number`: pins are numbered as they are made. `…_before`: figures of its hold when it came."""
+    """A live pin. `number`: pins are numbered as they are made. `namespace`: whose it is. `…_before`: figures of its
+    hold when it came."""
 
     number: int
+    namespace: Namespace
     hold: PinHold
     num_tokens: int
     owner: str
@@ -132,12 +147,12 @@ class PinRecord:
 
 @dataclass
 class Anchorage:
-    """The holds that end at one node, all (by number) and by the block that they wait for there (b"" if they have all),
-    so that storing a run looks only at those that wait for it. Uses of the node since the first of them came: hits of
-    all down to it, the blocks that they found, and when it was last hit or asked for."""
+    """The holds that end at one node, all (by number) and by the block that they wait for there, so that storing a run
+    looks only at those that wait for it. Uses of the node since the first of them came: hits of all down to it, the
+    blocks that they found, and when it was last hit or asked for."""
 
     holds: dict[int, PinHold] = field(default_factory=dict)
-    by_awaited: dict[bytes, dict[int, PinHold]] = field(default_factory=dict)
+    by_awaited: dict[Awaited, dict[int, PinHold]] = field(default_factory=dict)
     num_hits: int = 0
     num_served_blocks: int = 0
     hit_at: float | None = None

@@ -11,15 +11,17 @@ import numpy as np
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan
 from looseleaf.core.events import EventListener, PinChanged
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.pin_marks import PinMarks
 from looseleaf.core.pin_queue import PinQueue
-from looseleaf.core.pin_record import HARD, SOFT, Anchorage, PastPin, Pin, PinHold, PinRecord
+from looseleaf.core.pin_quotas import PinQuotas
+from looseleaf.core.pin_record import HARD, NONE_AWAITED, SOFT, Anchorage, Awaited, PastPin, Pin, PinHold, PinRecord
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node, PrefixTree
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import PinQuotaExceeded
-from looseleaf.ids import Namespace
+from looseleaf.ids import Int64Array, Namespace
 
 MAX_PAST_PINS = 256
 """Ended and refused pins that are remembered."""
@@ -49,12 +51,8 @@ class PinBook:
         clock: Callable[[], float],
         on_event: EventListener | None,
     ) -> None:
-        self.quota_blocks = plan.quota_blocks
-        self.namespace_quotas: dict[Namespace, int] = dict(plan.namespace_quotas)
         self.records: dict[str, PinRecord] = {}
-        self.holds: dict[
-            tuple[Namespace, str, int, str, bytes], PinHold
-        ] = {}  # by terms: pins that are alike share one
+        self.holds: dict[tuple[Tenancy, str, int, str, bytes], PinHold] = {}  # by terms: pins that are alike share one
         self.past: deque[PastPin] = deque(maxlen=MAX_PAST_PINS)
         self.num_changes: Counter[str] = Counter()  # by what `PinChanged` calls them
         self._clock = clock
@@ -63,8 +61,9 @@ class PinBook:
         self._ledger = ledger
         self._victims = victims
         self.marks = PinMarks(plan, ledger, victims, slid_out)
-        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), self.namespace_quotas)
-        self.limited = PinQueue(lambda pin: (pin.level != HARD, -pin.priority, pin.number), self.namespace_quotas)
+        self.quotas = PinQuotas(plan, self.marks)
+        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), self.quotas.by_namespace)
+        self.limited = PinQueue(lambda pin: (pin.level != HARD, -pin.priority, pin.number), self.quotas.by_namespace)
         self.anchorages: dict[int, Anchorage] = {}  # by node
         self._price_tokens = 0.0  # what one block, pinned since the start, has cost others
         self._expiries: list[tuple[float, str]] = []
@@ -86,7 +85,7 @@ class PinBook:
             owner=record.owner,
             level=hold.level,
             priority=hold.priority,
-            namespace=node.namespace,
+            namespace=record.namespace,
             cache_type=hold.cache_type,
             request_id=record.request_id,
             num_tokens=record.num_tokens,
@@ -106,14 +105,15 @@ class PinBook:
 
     # --- use and cost ---------------------------------------------------------------------------------------------
 
-    def on_hit(self, path: list[Node], data: bytes, now_seconds: float) -> None:
+    def on_hit(self, path: list[Node], data: bytes, tenancy: Tenancy, now_seconds: float) -> None:
         """A look-up of packed tokens reuses this path. O(path) however many pins there are: uses are counted by node.
 
         A pin that ends with the last token asked for is used too, though that token is computed again.
         """
         nodes = path
         if path and len(data) == (path[-1].end + 1) * self._tree.block_bytes:
-            last = path[-1].children.get(data[-self._tree.block_bytes :])
+            ahead = self._tree.continuations(path[-1], tenancy.at(path[-1].end))
+            last = ahead.get(data[-self._tree.block_bytes :])
             nodes = path if last is None or last.num_blocks > 1 else [*path, last]
         for node in nodes:
             use = self.anchorages.get(node.id)
@@ -122,12 +122,12 @@ class PinBook:
                 use.num_served_blocks += min(node.end, path[-1].end)
                 use.hit_at = now_seconds
 
-    def refresh(self, root: Node, data: bytes, now_seconds: float) -> None:
+    def refresh(self, root: Node, data: bytes, tenancy: Tenancy, now_seconds: float) -> None:
         """A request asks for these packed tokens: pins that end within them and are refreshed on use live on from
         now."""
         if not self._num_refreshed:
             return
-        match = self._tree.find(root, data, len(data) // self._tree.block_bytes)
+        match = self._tree.find(root, data, len(data) // self._tree.block_bytes, tenancy.borders)
         for node in match.node.path():
             if node is match.node and match.num_edge_blocks < node.num_blocks:
                 return
@@ -222,7 +222,7 @@ class PinBook:
         self.marks.guard(hold, hold.node, hold.node.end, -1)
         for node in hold.node.path():
             self.marks.unmark(node, hold)
-        root = self._tree.root(hold.node.namespace)
+        root = self._tree.root(hold.tenancy.root)
         if not self.anchored_at(root):
             self._tree.drop_root_if_empty(root)
         self.refill()
@@ -231,7 +231,7 @@ class PinBook:
         self.num_changes[change] += 1
         if self._on_event is not None:
             self._on_event(
-                PinChanged(record.id, change, record.node.namespace, record.owner, record.hold.level, record.num_tokens)
+                PinChanged(record.id, change, record.namespace, record.owner, record.hold.level, record.num_tokens)
             )
 
     def expire(self, now_seconds: float) -> None:
@@ -255,14 +255,15 @@ class PinBook:
 
     # --- following the tree ---------------------------------------------------------------------------------------
 
-    def on_stored_below(self, parent: Node, first_block: bytes) -> None:
-        """A run that begins with `first_block` was stored below `parent`: pins that wait for it there may hold more."""
-        for hold in self._waiting(parent, first_block):
+    def on_stored_below(self, parent: Node, namespace: Namespace, first_block: bytes) -> None:
+        """A run that begins with `first_block` was stored in `namespace` below `parent`: pins that wait for it there
+        may hold more."""
+        for hold in self._waiting(parent, Awaited(namespace, first_block)):
             self.advance(hold)
 
-    def _waiting(self, parent: Node, first_block: bytes) -> list[PinHold]:
+    def _waiting(self, parent: Node, awaited: Awaited) -> list[PinHold]:
         anchorage = self.anchorages.get(parent.id)
-        return [] if anchorage is None else list(anchorage.by_awaited.get(first_block, {}).values())
+        return [] if anchorage is None else list(anchorage.by_awaited.get(awaited, {}).values())
 
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
@@ -271,7 +272,7 @@ class PinBook:
         anchor = node
         if num_blocks == node.num_blocks:
             anchor = node.parent
-            for hold in self._waiting(anchor, node.tokens[: self._tree.block_bytes]):
+            for hold in self._waiting(anchor, Awaited(node.namespace, node.tokens[: self._tree.block_bytes])):
                 self.limited.discard(hold)  # what it lacks is not there any more
         for hold in list(self.anchored_at(node)):
             self._unanchor(hold)
@@ -284,25 +285,28 @@ class PinBook:
         here, size = hold.node.end, self._tree.block_bytes
         moved: list[PinHold] = []
         while True:
-            match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here)
+            match = self._tree.find(hold.node, hold.data[here * size :], hold.num_blocks - here, hold.tenancy.borders)
             num_stored = here + match.num_blocks
             if num_stored == here:
                 break
             path = match.node.path(self.marks.first_guarded(hold, here))  # what the move changes, not all above
-            used = self.marks.used(hold, path, here, num_stored)
-            gave_way = self._displace_automatic(hold, int(used[-1] - used[0]))
+            used = self.quotas.used(hold, path, here, num_stored)
+            gave_way = self._displace_automatic(hold, used)
             if not gave_way:
-                fitting = np.flatnonzero(used <= used[0] + self._room(hold))
+                rooms = self.quotas.rooms(hold)
+                fits = [taken <= taken[0] + rooms[namespace] for namespace, taken in used.items()]
+                fitting = np.flatnonzero(np.logical_and.reduce(fits))
                 self._move(hold, path, here + int(fitting[-1]) if len(fitting) else here)
                 break
             moved += gave_way  # perhaps from this very path: look again
         self._note_limit(hold)
-        self._displace_excess(hold.node.namespace)
+        for namespace in hold.tenancy.namespaces:
+            self._displace_excess(namespace)
         for other in moved:  # what others still pin costs no quota
             self.advance(other)
 
     def _note_limit(self, hold: PinHold) -> None:
-        if hold.awaited in hold.node.children:
+        if hold.awaited.block in self._tree.continuations(hold.node, hold.awaited.namespace):
             self.limited.add(hold)
         else:
             self.limited.discard(hold)
@@ -314,7 +318,7 @@ class PinBook:
         least = self.marks.num_full_lanes or 1
         failed: list[PinHold] = []
         while len(failed) < MAX_FAILED_REFILLS:
-            hold = next((pin for pin in self.limited.heads() if self._room(pin) >= least), None)
+            hold = next((pin for pin in self.limited.heads() if self.quotas.room(pin) >= least), None)
             if hold is None:
                 break
             self.advance(hold)
@@ -325,19 +329,12 @@ class PinBook:
             self.limited.add(hold)
         self._refilled = self.marks.num_changes
 
-    def fits(self, plan: CachePlan) -> bool:
-        """True if what hard pins hold is within the quotas of `plan`."""
-        quotas = plan.namespace_quotas.items()
-        is_within = all(self.marks.taken_blocks(namespace, hard_only=True) <= quota for namespace, quota in quotas)
-        return is_within and self.marks.num_hard_blocks <= plan.quota_blocks
-
-    def set_quotas(self, quota_blocks: int, namespace_quotas: Mapping[Namespace, int]) -> None:
+    def set_quotas(self, plan: CachePlan) -> None:
         """Other quotas, none below what hard pins hold; soft ones give way."""
-        self.quota_blocks = quota_blocks
-        self.namespace_quotas = dict(namespace_quotas)
+        self.quotas.set(plan)
         for queue in (self.soft, self.limited):
-            queue.set_quotas(self.namespace_quotas)
-        for namespace in ("", *self.namespace_quotas):
+            queue.set_quotas(self.quotas.by_namespace)
+        for namespace in ("", *self.quotas.by_namespace):
             self._displace_excess(namespace)
         self._refilled = -1
         self.refill()
@@ -346,21 +343,16 @@ class PinBook:
 
     def _check_quota(self, record: PinRecord) -> None:
         hold = record.hold
-        match = self._tree.find(hold.node, hold.data, hold.num_blocks)
-        needed = int(self.marks.used(hold, match.node.path(), 0, match.num_blocks)[-1])
-        available = self._room(hold)
-        if needed > available:
-            self._refuse(record)
-            namespace = hold.node.namespace
-            quota = self.namespace_quotas.get(namespace)
-            if quota is not None and available == max(0, quota - self.marks.taken_blocks(namespace, hard_only=True)):
-                taken = self.marks.taken_blocks(namespace, hard_only=True)
-                raise PinQuotaExceeded(needed, available, quota, taken, namespace)
-            raise PinQuotaExceeded(needed, available, self.quota_blocks, self.marks.num_hard_blocks)
-
-    def quota_left(self) -> int:
-        """Blocks that a soft pin may take now, of the quota of all."""
-        return max(0, self.quota_blocks - self.marks.num_pinned_blocks)
+        match = self._tree.find(hold.node, hold.data, hold.num_blocks, hold.tenancy.borders)
+        used = self.quotas.used(hold, match.node.path(), 0, match.num_blocks)
+        rooms = self.quotas.rooms(hold)
+        short = [namespace for namespace, taken in used.items() if taken[-1] > rooms[namespace]]
+        if not short:
+            return
+        self._refuse(record)
+        tightest = min(short, key=lambda namespace: (rooms[namespace], namespace is None))
+        taken = self.quotas.taken(tightest, hard_only=True)
+        raise PinQuotaExceeded(int(used[tightest][-1]), rooms[tightest], self.quotas.of(tightest), taken, tightest)
 
     def _refuse(self, record: PinRecord) -> None:
         self._anchor(record.hold, record.node)
@@ -368,37 +360,25 @@ class PinBook:
         self._unanchor(record.hold)
         self._tell("refused", record)
 
-    def _room(self, hold: PinHold) -> int:
-        """Blocks of quota that this pin may take, of that of its namespace too."""
-        is_hard, namespace = hold.level == HARD, hold.node.namespace
-        room = self.quota_blocks - (self.marks.num_hard_blocks if is_hard else self.marks.num_pinned_blocks)
-        quota = self.namespace_quotas.get(namespace)
-        if quota is not None:
-            room = min(room, quota - self.marks.taken_blocks(namespace, hard_only=is_hard))
-        return max(0, room)
-
     def _displace_excess(self, namespace: Namespace) -> None:
         """Let soft pins give way where the pins of all, or those of `namespace`, hold more than their quota."""
-        moved = self._displace(self.marks.num_pinned_blocks - self.quota_blocks)
-        quota = self.namespace_quotas.get(namespace)
-        if quota is not None:
-            moved += self._displace(self.marks.taken_blocks(namespace) - quota, namespace)
+        moved = self._displace(self.quotas.excess(None))
+        moved += self._displace(self.quotas.excess(namespace), namespace)
         for hold in moved:  # what others still pin costs no quota
             self.advance(hold)
 
-    def _displace_automatic(self, hold: PinHold, needed_blocks: int) -> list[PinHold]:
-        """Let automatic pins give way to an explicit soft one that needs `needed_blocks` blocks of quota. Which did."""
+    def _displace_automatic(self, hold: PinHold, used: Mapping[Namespace | None, Int64Array]) -> list[PinHold]:
+        """Let automatic pins give way to an explicit soft one whose use of quotas is to grow from the first to the last
+        of `used`. Which did."""
         if hold.level == HARD or hold.is_automatic:
             return []
-        moved = []
-        namespace = hold.node.namespace
-        quota = self.namespace_quotas.get(namespace)
-        if quota is not None:
-            excess = self.marks.taken_blocks(namespace) + needed_blocks - quota
-            moved = self._displace(excess, namespace, only_automatic=True)
-            needed_blocks = min(needed_blocks, quota - self.marks.taken_blocks(namespace))
-        excess = self.marks.num_pinned_blocks + needed_blocks - self.quota_blocks
-        return moved + self._displace(excess, only_automatic=True)
+        moved: list[PinHold] = []
+        needed = int(used[None][-1] - used[None][0])
+        for namespace in self.quotas.under(hold):
+            own = int(used[namespace][-1] - used[namespace][0])
+            moved += self._displace(self.quotas.excess(namespace) + own, namespace, only_automatic=True)
+            needed -= max(0, self.quotas.excess(namespace) + own)
+        return moved + self._displace(self.quotas.excess(None) + needed, only_automatic=True)
 
     def _displace(
         self, num_blocks: int, namespace: Namespace | None = None, *, only_automatic: bool = False
@@ -410,19 +390,20 @@ class PinBook:
             hold = next(iter(self.soft.heads(namespace)), None)
             if hold is None or (only_automatic and not hold.is_automatic):
                 break
-            num_blocks -= self._retreat(hold, num_blocks)
+            num_blocks -= self._retreat(hold, num_blocks, namespace)
             moved.append(hold)
         return moved
 
-    def _retreat(self, hold: PinHold, num_blocks: int) -> int:
-        """Move a soft pin up until that has set free `num_blocks` blocks of quota, or all it can. Returns how many."""
-        before = self.marks.num_pinned_blocks
+    def _retreat(self, hold: PinHold, num_blocks: int, namespace: Namespace | None) -> int:
+        """Move a soft pin up until that has set free `num_blocks` blocks of quota, of that of `namespace` if given, or
+        all it can. Returns how many."""
+        before = self.quotas.taken(namespace)
         path = hold.node.path()
-        used = self.marks.used(hold, path, 0, hold.node.end)
+        used = self.marks.used(hold, path, 0, hold.node.end, namespace)
         fitting = np.flatnonzero(used <= used[-1] - num_blocks)
         self._move(hold, path, int(fitting[-1]) if len(fitting) else 0)
         self._note_limit(hold)
-        return before - self.marks.num_pinned_blocks
+        return before - self.quotas.taken(namespace)
 
     # --- marks ----------------------------------------------------------------------------------------------------
 
@@ -433,7 +414,7 @@ class PinBook:
             return
         self._unanchor(hold)
         self.marks.guard(hold, hold.node, here, -1)
-        anchor = self._tree.root(hold.node.namespace)
+        anchor = self._tree.root(hold.tenancy.root)
         for node in path:
             if node.start < end < node.end:
                 upper = self._victims.split(node, end - node.start)
@@ -451,9 +432,10 @@ class PinBook:
         self._anchor(hold, anchor)
         self.marks.guard(hold, anchor, end, 1)
 
-    def _awaited(self, hold: PinHold, end: int) -> bytes:
-        """The first block that a pin lacks when it holds `end` blocks; empty if it has all."""
-        return hold.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
+    def _awaited(self, hold: PinHold, end: int) -> Awaited:
+        """The first block that a pin lacks when it holds `end` blocks."""
+        block = hold.data[end * self._tree.block_bytes : (end + 1) * self._tree.block_bytes]
+        return Awaited(hold.tenancy.at(end), block) if block else NONE_AWAITED
 
     def _anchor(self, hold: PinHold, node: Node, end: int | None = None) -> None:
         """Note that the hold of a pin ends at `node`, after `end` blocks (`node.end`, unless that is about to

@@ -88,7 +88,7 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
         num_expired_pins=pins.num_changes["expired"],
         num_refused_pins=pins.num_changes["refused"],
         num_lapsed_pins=pins.num_changes["lapsed"],
-        num_namespaces=len(store.tree.roots),
+        num_namespaces=store.tree.num_namespaces,
         num_nodes=len(store.tree.nodes),
     )
 

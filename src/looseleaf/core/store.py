@@ -4,7 +4,7 @@ meet."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import EvictionPolicy, Use
 from looseleaf.core.forgotten import CLEARED, EVICTED, ForgottenTable
+from looseleaf.core.namespaces import Border
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
 from looseleaf.core.pressure import Pressure
@@ -44,12 +45,14 @@ class Usable:
 @dataclass(frozen=True)
 class Holder:
     """Who stores blocks. own_node: it made the node behind which it stores. opened_tick: when its lease was made.
-    request: its number for the policy. is_padded: the last block stored is not full of tokens."""
+    request: its number for the policy. is_padded: the last block stored is not full of tokens. borders: where its
+    prompt changes to another namespace."""
 
     own_node: bool
     opened_tick: int
     request: int
     is_padded: bool = False
+    borders: Sequence[Border] = ()
 
 
 class BlockStore:
@@ -79,12 +82,13 @@ class BlockStore:
 
     # --- finding and holding --------------------------------------------------------------------------------------
 
-    def find(self, root: Node, data: bytes, max_blocks: int) -> Usable:
+    def find(self, root: Node, data: bytes, max_blocks: int, borders: Sequence[Border] = ()) -> Usable:
         """The longest stored prefix of packed tokens, at most `max_blocks`, from which every group can go on.
+        `borders`: those of the tokens' `Tenancy`.
 
         Read-only. Where groups slide it costs O(blocks), a few array operations.
         """
-        match = self.tree.find(root, data, max_blocks)
+        match = self.tree.find(root, data, max_blocks, borders)
         num_known = match.num_blocks
         if not self.sliding or num_known == 0:
             return Usable(match, None, num_known)
@@ -211,16 +215,27 @@ class BlockStore:
             node = self.tree.root(node.namespace)
         at = 0
         while at < len(blocks):
-            child = node.children.get(data[at * size : (at + 1) * size])
+            namespace, stop = node.namespace, len(blocks)
+            for border in holder.borders:
+                if border.first_block == node.end:
+                    namespace = border.namespace
+                elif border.first_block > node.end:
+                    stop = min(stop, at + border.first_block - node.end)
+                    break
+            child = self.tree.continuations(node, namespace).get(data[at * size : (at + 1) * size])
             if child is None:
-                return self._add_new(node, data[at * size :], blocks[at:].copy(), holder), True
-            num_equal = self.tree.common_blocks(child.tokens, data, at * size, len(data))
+                run = data[at * size : stop * size]
+                part = holder if stop == len(blocks) else replace(holder, is_padded=False)
+                node, at = self._add_new(node, run, blocks[at:stop].copy(), part, namespace), stop
+                holder = replace(holder, own_node=True)
+                continue
+            num_equal = self.tree.common_blocks(child.tokens, data, at * size, stop * size)
             if num_equal < child.num_blocks:
                 child = self.victims.split(child, num_equal)
             self._change_over(child, blocks[at : at + num_equal], holder.request)
             node, at = child, at + num_equal
             holder = replace(holder, own_node=False)
-        return node, False
+        return node, holder.own_node
 
     def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
@@ -254,14 +269,14 @@ class BlockStore:
                         )
                     )
 
-    def _add_new(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder) -> Node:
-        """Store a run that is not stored yet: longer, where the holder's own node still has one history, else as a
-        child."""
+    def _add_new(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder, namespace: Namespace) -> Node:
+        """Store a run that is not stored yet, in `namespace`: longer, where the holder's own node still has one
+        history, else as a child."""
         self.ledger.store(blocks.ravel())
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
         tick = COLD_TICK + holder.opened_tick
-        grows = holder.own_node and not (node.sealed or node.children or holder.is_padded)
-        if grows and node.num_blocks < MAX_GROWING_BLOCKS:
+        grows = holder.own_node and node.is_leaf and not (node.sealed or holder.is_padded)
+        if grows and namespace == node.namespace and node.num_blocks < MAX_GROWING_BLOCKS:
             leaf = node
             self.tree.extend(node, data, blocks)
             self.victims.on_extended(node, len(blocks))
@@ -270,7 +285,7 @@ class BlockStore:
         else:
             if not holder.own_node:  # runs part here: others may end here too
                 self._mark_needed(node, self._first_needed(node.end))
-            leaf = self.tree.insert(node, data, blocks)
+            leaf = self.tree.insert(node, data, blocks, namespace)
             leaf.num_holders = 1
             leaf.sealed = holder.is_padded
             use = self.next_use(holder.request)
@@ -286,7 +301,7 @@ class BlockStore:
             parent = self.forgotten.key_before(leaf, first)
             self.on_event(BlocksStored(leaf.namespace, parent, keys, blocks.copy(), unpack_tokens(data)))
         if leaf is not node:
-            self.pins.on_stored_below(node, data[: self.tree.block_bytes])
+            self.pins.on_stored_below(node, namespace, data[: self.tree.block_bytes])
         return leaf
 
     # --- forgetting -----------------------------------------------------------------------------------------------
@@ -362,11 +377,13 @@ class BlockStore:
             self.pins.expire(self._clock())
 
     def clear(self, namespace: Namespace | None) -> ClearResult:
-        """Forget every stored run that no pin covers, in one namespace or in all (None); held ones are detached."""
+        """Forget every stored run that no pin covers, in one namespace or in all (None), and what other namespaces
+        store behind it; held ones are detached."""
         roots = [root for root in list(self.tree.roots.values()) if namespace is None or root.namespace == namespace]
+        begun = [] if namespace is None else list(self.tree.layered.get(namespace, {}).values())
         num_cleared = num_kept = 0
-        for root in roots:
-            nodes = [node for node in root.subtree() if not node.is_root]
+        for top in (*roots, *begun):
+            nodes = [node for node in top.subtree() if not node.is_root and node.alive]
             for node in reversed(nodes):  # children before parents
                 if node.is_pinned or node.num_holders:
                     num_kept += node.num_blocks
@@ -374,6 +391,7 @@ class BlockStore:
                     num_cleared += node.num_blocks
                 if not node.is_pinned:
                     self._forget_tail(node, node.num_blocks, CLEARED)
+        for root in roots:
             self.drop_if_empty(root)
         tokens = self.plan.block_tokens
         self.counters.cleared_tokens += num_cleared * tokens

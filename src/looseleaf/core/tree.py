@@ -6,15 +6,23 @@
 A node owns the run of blocks on the edge from its parent. All blocks of one node have the same history: the same leases
 hold them, the same pins cover them, the same requests used them. Where histories part, the node is split; that is
 what makes it right to count, pin and evict by node. This file knows structure only: no reference counts, no policy.
+
+Where a prompt goes on in another namespace (a layer ends), the run ends, and what follows hangs below it apart from its
+own continuations and from those of every other namespace:
+
+        root "" ── "policy prompt" ─┬─ "question" (also in "")
+                                    ├─ in "a" ──── "a's question"
+                                    └─ in "b" ──── "b's question"
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from looseleaf.core.namespaces import Border
 from looseleaf.core.row_marks import RowMarks
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.ids import Int32Array, Int64Array, Namespace
@@ -31,6 +39,8 @@ class Node:
     blocks          int32 [num_blocks, num_lanes], the blocks that hold them; ABSENT in lanes of a sliding group whose
                     block is gone
     marks           what is noted of its rows for sliding groups; None if there are none
+    children        nodes that go on behind the run in its own namespace, by their first block
+    layers          those that go on in other namespaces, by namespace; None if there are none
     end             logical blocks from the root to the end of the run
     num_holders     leases whose path leads through the run
     last_tick       logical time of its last use
@@ -44,8 +54,8 @@ class Node:
     """
 
     __slots__ = (
-        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "last_used_at", "marks", "namespace",
-        "num_hard_pins", "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
+        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "last_used_at", "layers", "marks",
+        "namespace", "num_hard_pins", "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +69,7 @@ class Node:
         self.marks: RowMarks | None = None
         self.end: int = (parent.end if parent else 0) + len(blocks)
         self.children: dict[bytes, Node] = {}
+        self.layers: dict[Namespace, dict[bytes, Node]] | None = None
         self.num_holders = 0
         self.last_tick = 0
         self.last_used_at = 0.0
@@ -73,6 +84,16 @@ class Node:
     def is_root(self) -> bool:
         """True for the root of a namespace, which owns no blocks."""
         return self.parent is None
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if nothing is stored behind it, in any namespace."""
+        return not self.children and self.layers is None
+
+    @property
+    def begins_layer(self) -> bool:
+        """True if it goes on, in its namespace, behind what lies in another."""
+        return self.parent is not None and self.parent.namespace != self.namespace
 
     @property
     def num_blocks(self) -> int:
@@ -115,6 +136,8 @@ class Node:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+            for children in (node.layers or {}).values():
+                stack.extend(children.values())
 
 
 @dataclass(frozen=True)
@@ -138,7 +161,9 @@ class PrefixTree:
         self.no_blocks: Int32Array = np.empty((0, num_lanes), dtype=np.int32)
         self.roots: dict[Namespace, Node] = {}
         self.nodes: dict[int, Node] = {}
-        # Root children over all namespaces by their first block, to tell "never seen" from "seen in another namespace".
+        self.layered: dict[Namespace, dict[int, Node]] = {}  # nodes that begin a layer, by namespace and id
+        # How often a block begins what namespaces keep apart, at the roots or behind one node (`_first_key`), to tell
+        # "never seen" from "seen in another namespace".
         self.first_blocks: dict[bytes, int] = {}
         self._next_id = 0
 
@@ -149,23 +174,49 @@ class PrefixTree:
             root = self.roots[namespace] = Node(self._new_id(), None, namespace, b"", self.no_blocks)
         return root
 
-    def find(self, root: Node, data: bytes, max_blocks: int) -> Match:
-        """The longest stored prefix of packed tokens, at most `max_blocks` whole blocks. Read-only.
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces that store something, or for whose tokens a pin waits."""
+        return len(self.roots.keys() | self.layered.keys())
+
+    def continuations(self, node: Node, namespace: Namespace) -> dict[bytes, Node]:
+        """What goes on behind a node in a namespace, by first block, oldest first; only to be read."""
+        if namespace == node.namespace:
+            return node.children
+        return {} if node.layers is None else node.layers.get(namespace, {})
+
+    def is_elsewhere(self, node: Node, block: bytes, namespace: Namespace) -> bool:
+        """True if `block` is stored right behind `node`, or at the begin, in another namespace than this one, in which
+        it is not."""
+        if namespace != node.namespace and block in node.children:
+            return True
+        return self.first_blocks.get(self._first_key(node, block), 0) > 0
+
+    def find(self, node: Node, data: bytes, max_blocks: int, borders: Sequence[Border] = ()) -> Match:
+        """The longest stored continuation of `node`, a root or any other, that begins like packed tokens, at most
+        `max_blocks` whole blocks. `borders`: those of the tokens' `Tenancy`. Read-only.
 
         Costs one dictionary look-up and one memory comparison per node on the way.
         """
-        size = self.block_bytes
+        size, start = self.block_bytes, node.end
         stop = max_blocks * size
-        node, at = root, 0
+        at = 0
         while at < stop:
-            child = node.children.get(data[at : at + size])
+            children, limit = node.children, stop
+            for border in borders:
+                if border.first_block == node.end:
+                    children = self.continuations(node, border.namespace)
+                elif border.first_block > node.end:
+                    limit = min(stop, (border.first_block - start) * size)
+                    break
+            child = children.get(data[at : at + size])
             if child is None:
                 break
             length = len(child.tokens)
-            if length <= stop - at and data.startswith(child.tokens, at):
+            if length <= limit - at and data.startswith(child.tokens, at):
                 node, at = child, at + length
                 continue
-            num_edge = self.common_blocks(child.tokens, data, at, stop)
+            num_edge = self.common_blocks(child.tokens, data, at, limit)
             return Match(child, num_edge, at // size + num_edge)
         return Match(node, node.num_blocks, at // size)
 
@@ -181,14 +232,23 @@ class PrefixTree:
             return length // self.block_bytes
         return first * TOKEN_BYTES // self.block_bytes
 
-    def insert(self, parent: Node, tokens: bytes, blocks: Int32Array) -> Node:
-        """A new leaf below `parent`, which has no child that begins with the same block."""
-        node = Node(self._new_id(), parent, parent.namespace, tokens, blocks)
+    def insert(self, parent: Node, tokens: bytes, blocks: Int32Array, namespace: Namespace | None = None) -> Node:
+        """A new leaf below `parent`, in its namespace (None) or another one, in which there is no continuation that
+        begins with the same block."""
+        namespace = parent.namespace if namespace is None else namespace
+        node = Node(self._new_id(), parent, namespace, tokens, blocks)
         key = tokens[: self.block_bytes]
-        parent.children[key] = node
+        if node.begins_layer:
+            if parent.layers is None:
+                parent.layers = {}
+            parent.layers.setdefault(namespace, {})[key] = node
+            self.layered.setdefault(namespace, {})[node.id] = node
+        else:
+            parent.children[key] = node
         self.nodes[node.id] = node
-        if parent.is_root:
-            self.first_blocks[key] = self.first_blocks.get(key, 0) + 1
+        if parent.is_root or node.begins_layer:
+            first = self._first_key(parent, key)
+            self.first_blocks[first] = self.first_blocks.get(first, 0) + 1
         return node
 
     def extend(self, node: Node, tokens: bytes, blocks: Int32Array) -> None:
@@ -210,7 +270,13 @@ class PrefixTree:
         assert parent is not None  # a root has no run to cut
         cut = num_blocks * self.block_bytes
         upper = Node(self._new_id(), parent, node.namespace, node.tokens[:cut], node.blocks[:num_blocks].copy())
-        parent.children[node.tokens[: self.block_bytes]] = upper
+        if node.begins_layer:
+            assert parent.layers is not None  # it has this one
+            parent.layers[node.namespace][node.tokens[: self.block_bytes]] = upper
+            del self.layered[node.namespace][node.id]
+            self.layered[node.namespace][upper.id] = upper
+        else:
+            parent.children[node.tokens[: self.block_bytes]] = upper
         node.tokens = node.tokens[cut:]
         node.blocks = node.blocks[num_blocks:].copy()
         node.parent = upper
@@ -242,17 +308,36 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None  # roots are dropped by `drop_root`
         key = node.tokens[: self.block_bytes]
-        del parent.children[key]
+        if node.begins_layer:
+            self._remove_from_layer(parent, node, key)
+        else:
+            del parent.children[key]
         del self.nodes[node.id]
         node.alive = False
-        if parent.is_root:
-            self.first_blocks[key] -= 1
-            if not self.first_blocks[key]:
-                del self.first_blocks[key]
+        if parent.is_root or node.begins_layer:
+            first = self._first_key(parent, key)
+            self.first_blocks[first] -= 1
+            if not self.first_blocks[first]:
+                del self.first_blocks[first]
+
+    def _remove_from_layer(self, parent: Node, node: Node, key: bytes) -> None:
+        assert parent.layers is not None  # it has this node
+        siblings, begun = parent.layers[node.namespace], self.layered[node.namespace]
+        del siblings[key], begun[node.id]
+        if not siblings:
+            del parent.layers[node.namespace]
+            parent.layers = parent.layers or None
+        if not begun:
+            del self.layered[node.namespace]
+
+    @staticmethod
+    def _first_key(parent: Node, block: bytes) -> bytes:
+        """The same at all roots; a node's own otherwise (it keeps its id and what goes on behind it when it is cut)."""
+        return block if parent.is_root else parent.id.to_bytes(8, "little") + block
 
     def drop_root_if_empty(self, root: Node) -> None:
         """Forget a namespace that stores nothing. Leases that still name the old root store into a new one."""
-        if not root.children and self.roots.get(root.namespace) is root:
+        if root.is_leaf and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
 
     def _new_id(self) -> int:

@@ -98,6 +98,6 @@ class VictimQueue:
         return self.policy.offered() if queue == "unpinned" else self._soft.offered()
 
     def _queue_for(self, node: Node) -> str:
-        if node.is_root or not node.alive or node.children or node.num_hard_pins or node.num_holders:
+        if node.is_root or not node.alive or not node.is_leaf or node.num_hard_pins or node.num_holders:
             return ""
         return "soft" if node.soft_priorities else "unpinned"

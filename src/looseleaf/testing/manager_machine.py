@@ -12,8 +12,8 @@ from looseleaf.core.config import CacheConfig, LayerGroup
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.stats import CacheStats
 from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, OutOfBlocks, ResizeRefused
-from looseleaf.testing.mirror import EventMirror
-from looseleaf.testing.pin_machine import AUTO_PINS, NAMESPACES, SHARES, PinRules
+from looseleaf.testing.mirror import EventMirror, owners_of
+from looseleaf.testing.pin_machine import AUTO_PINS, NAMESPACES, SHARES, PinRules, draw_layers
 from looseleaf.testing.stamps import StampMemory
 
 # Few different beginnings and long runs of one token, so that prompts share, diverge inside edges and fill pools.
@@ -106,11 +106,13 @@ class ManagerMachine(PinRules):
     def lease(self, data: st.DataObject, namespace: str, reuse: bool) -> None:
         """A lease finds exactly what the mirror says, and allocates nothing."""
         prompt = self._prompt(data)
-        expected = self.mirror.match(prompt, namespace) if reuse else 0
-        assert self.cache.match(prompt, namespace).num_tokens == self.mirror.match(prompt, namespace)
+        layers = draw_layers(data, len(prompt), namespace)
+        would_hit, num_known = (find(prompt, namespace, layers) for find in (self.mirror.match, self.mirror.num_known))
+        expected = would_hit if reuse else 0
+        assert self.cache.match(prompt, namespace, layers=layers).num_tokens == would_hit
         free = self.cache.stats().free_blocks
         self.num_requests += 1
-        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, reuse=reuse)
+        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, layers=layers, reuse=reuse)
         assert lease.num_cached_tokens == expected
         assert self.cache.stats().free_blocks == free
         explanation = self.cache.explain(lease.request_id)
@@ -118,23 +120,25 @@ class ManagerMachine(PinRules):
         assert (explanation.reason == "skipped") == (not reuse)
         if explanation.reason == "full_hit":
             assert expected == (len(prompt) - 1) // self.size * self.size
-        assert (explanation.reason == "window_cut") == (reuse and expected < self.mirror.num_known(prompt, namespace))
+        assert (explanation.reason == "window_cut") == (reuse and expected < num_known)
         self.leases.append(lease)
 
     @rule(data=st.data(), namespace=NAMESPACES, keep=st.booleans())
     def serve(self, data: st.DataObject, namespace: str, keep: bool) -> None:
         """A whole prefill: match, reserve, write, commit; the lease ends at once or goes on living."""
         prompt = self._prompt(data)
+        layers = draw_layers(data, len(prompt), namespace)
         self.num_requests += 1
-        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace)
+        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, layers=layers)
         if not lease.try_reserve(len(prompt) + 1):
             lease.release()
             return
         self.memory.write(lease, lease.num_cached_tokens, len(prompt))
         lease.commit(len(prompt))
         if lease.stores:
-            assert self.mirror.num_known([*prompt, 9], namespace) == len(prompt) // self.size * self.size
-            assert self.cache.match([*prompt, 9], namespace).num_tokens == len(prompt) // self.size * self.size
+            whole = len(prompt) // self.size * self.size
+            assert self.mirror.num_known([*prompt, 9], namespace, layers) == whole
+            assert self.cache.match([*prompt, 9], namespace, layers=layers).num_tokens == whole
         if keep:
             self.leases.append(lease)
         else:
@@ -281,7 +285,7 @@ class ManagerMachine(PinRules):
         self.cache.maintain()
 
     @precondition(lambda self: self.num_requests % 8 == 7)
-    @rule(namespace=st.sampled_from([None, "", "a"]), include_pins=st.booleans())
+    @rule(namespace=st.sampled_from([None, "", "a", "s"]), include_pins=st.booleans())
     def clear(self, namespace: str | None, include_pins: bool) -> None:
         """What a clear says is what it did: nothing but pinned content can be matched afterwards."""
         stats = self.cache.stats()
@@ -290,11 +294,15 @@ class ManagerMachine(PinRules):
         if self.num_lanes == 1 and self.groups[0].kind == "full":
             assert result.num_cleared_tokens == (after.free_blocks - stats.free_blocks) * self.size
         assert result.num_cleared_tokens == after.cleared_tokens - stats.cleared_tokens
-        left = [key for key in self.mirror.blocks if namespace is None or key[0] == namespace]
+        left = [owners for owners, _ in self.mirror.blocks if namespace is None or namespace in owners]
         if include_pins:
             assert not left
+            live = {pin.id for pin in self.cache.pins()}
             for pin_id, known in list(self.pins.items()):
-                if namespace in (None, known.latest.namespace):
+                is_unknown = len(known.tokens) < known.latest.num_tokens // self.size * self.size
+                whole = max(1, len(known.tokens) // self.size)
+                owners = owners_of(whole, self.size, known.latest.namespace, known.layers)
+                if namespace in (None, known.latest.namespace, *owners) or (is_unknown and pin_id not in live):
                     self._ended(pin_id, "unpinned")
         assert len(left) <= after.pinned_blocks or after.pinned_blocks
 

@@ -7,17 +7,29 @@ from typing import TypeAlias
 
 from looseleaf.core.config import LayerGroup
 from looseleaf.core.events import BlocksMoved, BlocksRemoved, BlocksStored, CacheEvent
+from looseleaf.core.namespaces import NamespaceLayer
 
 Prefix: TypeAlias = tuple[int, ...]
-Place: TypeAlias = tuple[str, Prefix]
-"""A namespace, and all tokens up to the end of a block."""
+Place: TypeAlias = tuple[tuple[str, ...], Prefix]
+"""The namespace of each block up to a block, and all tokens up to its end."""
+
+
+def owners_of(
+    num_blocks: int, block_tokens: int, namespace: str, layers: Sequence[NamespaceLayer] = ()
+) -> tuple[str, ...]:
+    """The namespaces in which the first blocks of a prompt are to be stored, one for each block."""
+    owners = []
+    for number in range(num_blocks):
+        end = (number + 1) * block_tokens
+        owners.append(next((layer.namespace for layer in layers if end <= layer.num_tokens), namespace))
+    return tuple(owners)
 
 
 class EventMirror:
     """What is stored, by namespace and whole prefix. Pass `mirror.on_event` to `CacheManager(on_event=...)`.
 
-    Shares no code with the prefix tree: every stored block is one entry {(namespace, all tokens up to its end): {group:
-    block ids}}.
+    Shares no code with the prefix tree: every stored block is one entry {(namespaces, all tokens up to its end):
+    {group: block ids}}.
     """
 
     def __init__(self, block_tokens: int, groups: Sequence[LayerGroup] = (LayerGroup("full"),)) -> None:
@@ -61,15 +73,16 @@ class EventMirror:
                 entry[name] = [new_id.get(block, block) for block in blocks]
 
     def _on_stored(self, event: BlocksStored) -> None:
+        owners: tuple[str, ...] = ()
         prefix: Prefix = ()
         if event.parent_key is not None:
             assert event.parent_key in self._place_of, f"parent {event.parent_key} is not stored"
-            namespace, prefix = self._place_of[event.parent_key]
-            assert namespace == event.namespace, f"parent is in {namespace!r}, child in {event.namespace!r}"
+            owners, prefix = self._place_of[event.parent_key]
         tokens = event.token_ids.tolist()
         for number, (key, ids) in enumerate(zip(event.keys.tolist(), event.blocks.tolist(), strict=True)):
             prefix += tuple(tokens[number * self._block_tokens : (number + 1) * self._block_tokens])
-            place = (event.namespace, prefix)
+            owners += (event.namespace,)
+            place = (owners, prefix)
             if event.group:
                 assert self._place_of[key] == place, f"{key} stands for something else"
                 assert event.group not in self.blocks[place], f"{event.group} holds {place} already"
@@ -86,23 +99,25 @@ class EventMirror:
             found[group.name], ids = ids[: group.num_lanes], ids[group.num_lanes :]
         return found
 
-    def num_known(self, prompt: Sequence[int], namespace: str = "") -> int:
+    def num_known(self, prompt: Sequence[int], namespace: str = "", layers: Sequence[NamespaceLayer] = ()) -> int:
         """Tokens of the longest prefix that is known, whole blocks, at most len(prompt) - 1, whatever groups hold."""
-        end = 0
-        while end + self._block_tokens <= len(prompt) - 1:
-            if (namespace, tuple(prompt[: end + self._block_tokens])) not in self.blocks:
+        end, size = 0, self._block_tokens
+        owners = owners_of(len(prompt) // size, size, namespace, layers)
+        while end + size <= len(prompt) - 1:
+            if (owners[: end // size + 1], tuple(prompt[: end + size])) not in self.blocks:
                 break
-            end += self._block_tokens
+            end += size
         return end
 
-    def match(self, prompt: Sequence[int], namespace: str = "") -> int:
+    def match(self, prompt: Sequence[int], namespace: str = "", layers: Sequence[NamespaceLayer] = ()) -> int:
         """Tokens of the longest prefix behind which every group can go on."""
-        end = self.num_known(prompt, namespace)
-        while end and not all(self._can_go_on(prompt, namespace, end, group) for group in self._groups):
+        end = self.num_known(prompt, namespace, layers)
+        owners = owners_of(end // self._block_tokens, self._block_tokens, namespace, layers)
+        while end and not all(self._can_go_on(prompt, owners, end, group) for group in self._groups):
             end -= self._block_tokens
         return end
 
-    def _can_go_on(self, prompt: Sequence[int], namespace: str, end: int, group: LayerGroup) -> bool:
+    def _can_go_on(self, prompt: Sequence[int], owners: tuple[str, ...], end: int, group: LayerGroup) -> bool:
         """True if the group still holds every token before `end` that the token at `end` may see (and for a window one
         more, as the definition goes)."""
         size = self._block_tokens
@@ -112,6 +127,6 @@ class EventMirror:
             if group.chunk_tokens is not None and position // group.chunk_tokens != end // group.chunk_tokens:
                 continue
             block_end = position // size * size + size
-            if group.name not in self.blocks[(namespace, tuple(prompt[:block_end]))]:
+            if group.name not in self.blocks[(owners[: block_end // size], tuple(prompt[:block_end]))]:
                 return False
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -13,11 +13,12 @@ from looseleaf.core.auto_pin_config import AutoPinConfig, AutoPinRule
 from looseleaf.core.config import LayerGroup
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_record import PastPin, Pin
 from looseleaf.core.tokens import pack_tokens
 from looseleaf.errors import PinQuotaExceeded, RequestError, UnknownPin, UnknownRequest
 from looseleaf.testing.clock import ManualClock
-from looseleaf.testing.mirror import EventMirror
+from looseleaf.testing.mirror import EventMirror, Place, owners_of
 
 AUTO_PIN = AutoPinConfig(AutoPinRule(min_tokens=1, min_requests_per_second=None))
 AUTO_PINS = st.sampled_from([None, AUTO_PIN, replace(AUTO_PIN, dry_run=True)])
@@ -39,12 +40,26 @@ WISHES = st.fixed_dictionaries(
 )
 
 
+Layers: TypeAlias = tuple[NamespaceLayer, ...]
+
+
+def draw_layers(data: st.DataObject, num_tokens: int, namespace: str) -> Layers:
+    """Mostly none; else one or two that fit a prompt of so many tokens."""
+    names = [name for name in data.draw(st.sampled_from([[], [], [], [""], ["s"], ["s", ""]])) if name != namespace]
+    if data.draw(st.integers(0, 7)) == 7:
+        names.append(namespace)  # it merges with the rest
+    lengths = st.lists(st.integers(1, num_tokens), min_size=len(names), max_size=len(names), unique=True)
+    ends = sorted(data.draw(lengths)) if len(names) <= num_tokens else []
+    return tuple(NamespaceLayer(name, end) for name, end in zip(names, ends, strict=False))
+
+
 @dataclass
 class KnownPin:
-    """A pin as the machine made it: its tokens, cut to whole blocks, and its latest snapshot."""
+    """A pin as the machine made it: its tokens, cut to whole blocks, its latest snapshot, and layers."""
 
     tokens: list[int]
     latest: Pin
+    layers: Layers = ()
     could_hit: bool = False
 
 
@@ -80,6 +95,7 @@ class PinRules(RuleBasedStateMachine):
         """A pin holds whole blocks within the quota, or is refused and nothing changes; also the same again."""
         prompt = self._prompt(data)
         wish["last_token"] = data.draw(st.integers(1, len(prompt) + 1)) if is_cut else None
+        wish["layers"] = draw_layers(data, len(prompt), wish["namespace"])
         wish["cache_type"] = data.draw(st.sampled_from(["kv", "kv", "kv", *(group.name for group in self.groups)]))
         for _ in range(times):
             self._pin(prompt, wish)
@@ -103,14 +119,16 @@ class PinRules(RuleBasedStateMachine):
         assert pin.labels == (wish["labels"] or {})
         lives = [wish[name] for name in ("ttl_seconds", "max_ttl_seconds") if wish[name] is not None]
         assert pin.expires_at == (self.clock() + min(lives) if lives else None)
-        self._note(pin, prompt)
+        self._note(pin, prompt, wish["layers"])
 
     @rule(data=st.data(), namespace=NAMESPACES)
     def pin_automatically(self, data: st.DataObject, namespace: str) -> None:
         """The cache pins by itself, as its rules would: softly, behind all others."""
         prompt = self._prompt(data)
-        pin_id = self.cache._pins.pin_automatically(namespace, pack_tokens(prompt))
-        self._note(next(pin for pin in self.cache.pins() if pin.id == pin_id), prompt)
+        layers = draw_layers(data, len(prompt), namespace)
+        tenancy = Tenancy.of(namespace, layers, len(prompt), self.size)
+        pin_id = self.cache._pins.pin_automatically(tenancy, pack_tokens(prompt))
+        self._note(next(pin for pin in self.cache.pins() if pin.id == pin_id), prompt, layers)
 
     @rule(auto_pin=AUTO_PINS)
     def set_auto_pin(self, auto_pin: AutoPinConfig | None) -> None:
@@ -133,13 +151,13 @@ class PinRules(RuleBasedStateMachine):
             if lease.request_id == name:
                 assert pin.num_tokens <= lease.num_committed_tokens
                 assert part == "prompt" or pin.num_tokens == lease.num_committed_tokens
-                self._note(pin, lease.token_ids.tolist())
+                self._note(pin, lease.token_ids.tolist(), lease.layers)
                 return
         self._note(pin, None)
 
-    def _note(self, pin: Pin, prompt: list[int] | None) -> None:
+    def _note(self, pin: Pin, prompt: list[int] | None, layers: Layers = ()) -> None:
         end = pin.num_tokens // self.size * self.size
-        self.pins[pin.id] = KnownPin([] if prompt is None else prompt[:end], pin)
+        self.pins[pin.id] = KnownPin([] if prompt is None else prompt[:end], pin, layers)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), by_request=st.booleans())
@@ -226,10 +244,10 @@ class PinRules(RuleBasedStateMachine):
             return  # of a finished request: the machine has not kept its tokens
         ahead = [*known.tokens[: now.num_pinned_tokens], 9]
         could_hit, had_moved = known.could_hit, now.num_pinned_tokens != before.num_pinned_tokens
-        known.could_hit = self.mirror.match(ahead, now.namespace) == now.num_pinned_tokens
+        known.could_hit = self.mirror.match(ahead, now.namespace, known.layers) == now.num_pinned_tokens
         if now.level == "hard" and now.cache_type == "kv" and could_hit and not had_moved:
             assert known.could_hit, "what a hard pin holds can't be matched any more"
-        num_stored = self.mirror.num_known([*known.tokens, 9], now.namespace)
+        num_stored = self.mirror.num_known([*known.tokens, 9], now.namespace, known.layers)
         assert now.num_pinned_tokens <= num_stored
         assert now.is_limited == (now.num_pinned_tokens < num_stored)
 
@@ -238,12 +256,12 @@ class PinRules(RuleBasedStateMachine):
         known = [(self.pins[pin_id].tokens, pin) for pin_id, pin in live.items()]
         if any(len(tokens) < pin.num_pinned_tokens for tokens, pin in known):
             return
-        hard: set[tuple[str, str, tuple[int, ...]]] = set()
-        every: set[tuple[str, str, tuple[int, ...]]] = set()
-        explicit: set[tuple[str, str, tuple[int, ...]]] = set()
+        hard: set[tuple[str, Place]] = set()
+        every: set[tuple[str, Place]] = set()
+        explicit: set[tuple[str, Place]] = set()
         for tokens, pin in known:
             rows = [
-                (group.name, pin.namespace, tuple(tokens[: end + self.size]))
+                (group.name, self._place(pin, tokens, end + self.size))
                 for group in self.groups
                 if group.kind == "full" or pin.cache_type in ("kv", group.name)
                 for end in range(0, pin.num_pinned_tokens, self.size)
@@ -254,20 +272,25 @@ class PinRules(RuleBasedStateMachine):
             explicit.update(() if pin.is_automatic else rows)
         lanes = {group.name: group.num_lanes for group in self.groups}
         stats, config = self.cache.stats(), self.cache.config
-        counts = [sum(lanes[name] for name, _, _ in rows) for rows in (hard, every)]
+        counts = [sum(lanes[name] for name, _ in rows) for rows in (hard, every)]
         assert counts == [stats.hard_pinned_blocks, stats.pinned_blocks]
         assert counts[1] <= stats.quota_blocks == math.floor(config.pin_quota * stats.num_blocks)
         room_of_all, room = stats.quota_blocks - counts[1], {}
         for namespace, share in config.namespace_pin_quotas.items():
-            num_held = sum(lanes[name] for name, owner, _ in every if owner == namespace)
+            num_held = sum(lanes[name] for name, (owners, _) in every if owners[-1] == namespace)
             room[namespace] = math.floor(share * stats.num_blocks) - num_held
             assert room[namespace] >= 0
         for tokens, pin in known:
-            behind = ("full", pin.namespace, tuple(tokens[: pin.num_pinned_tokens + self.size]))
+            behind = ("full", self._place(pin, tokens, pin.num_pinned_tokens + self.size))
             if self.groups == (LayerGroup("full"),) and pin.is_limited and behind not in every:
-                assert min(room_of_all, room.get(pin.namespace, room_of_all)) == 0, "quota is left that a pin wants"
-                is_behind = pin.is_automatic or room.get(pin.namespace) == 0
+                owner = behind[1][0][-1]
+                assert min(room_of_all, room.get(owner, room_of_all)) == 0, "quota is left that a pin wants"
+                is_behind = pin.is_automatic or room.get(owner) == 0
                 assert is_behind or every == explicit, "an automatic pin holds what an explicit one wants"
+
+    def _place(self, pin: Pin, tokens: list[int], end: int) -> Place:
+        owners = owners_of(end // self.size, self.size, pin.namespace, self.pins[pin.id].layers)
+        return owners, tuple(tokens[:end])
 
     def _check_past(self, past: list[PastPin]) -> None:
         ends = {(ended.pin.id, ended.end) for ended in past}

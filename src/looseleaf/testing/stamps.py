@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from looseleaf.core.lease import Lease
+from looseleaf.testing.mirror import owners_of
 
 
 class WrongStamp(AssertionError):
@@ -14,7 +15,7 @@ class WrongStamp(AssertionError):
 
 
 class StampMemory:
-    """One stamp per slot, made of lane, namespace, prefix and position. Shares no code with the cache.
+    """One stamp per slot, made of lane, namespaces, prefix and position. Shares no code with the cache.
 
     Write what a lease is about to commit with `write`, check what it would read with `verify`. Every position's stamp
     depends on all tokens before it, so a wrong block anywhere shows.
@@ -58,9 +59,11 @@ class StampMemory:
 
     def _expected(self, lease: Lease, stop: int) -> list[int]:
         stamps = []
-        stamp = hash(("stamp", lease.namespace))
+        stamp = hash("stamp")
+        num_blocks = -(-stop // self._block_tokens)
+        owners = owners_of(num_blocks, self._block_tokens, lease.namespace, lease.layers)
         for position, token in enumerate(lease.token_ids[:stop].tolist()):
-            stamp = hash((stamp, position, token))
+            stamp = hash((stamp, owners[position // self._block_tokens], position, token))
             stamps.append(stamp)
         return stamps
 
