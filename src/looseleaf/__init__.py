@@ -14,6 +14,7 @@ from looseleaf.core.moving import CompactionResult, ResizeResult
 from looseleaf.core.namespaces import NamespaceLayer, namespace_of
 from looseleaf.core.pin_record import Pin
 from looseleaf.core.reports import Fragmentation, GroupUse
+from looseleaf.core.sessions import Session, SessionEnd
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.errors import (
     CapacityError,
@@ -38,6 +39,7 @@ from looseleaf.errors import (
     TruncateBelowCommitted,
     UnknownPin,
     UnknownRequest,
+    UnknownSession,
     UnsupportedModel,
 )
 
@@ -79,11 +81,14 @@ __all__ = [
     "RequestError",
     "ResizeRefused",
     "ResizeResult",
+    "Session",
+    "SessionEnd",
     "TierError",
     "TierUnavailable",
     "TruncateBelowCommitted",
     "UnknownPin",
     "UnknownRequest",
+    "UnknownSession",
     "UnsupportedModel",
     "namespace_of",
 ]

@@ -5,7 +5,7 @@
     ├── RequestError(ValueError)     InvalidTokens · DuplicateRequest
     ├── CapacityError                OutOfBlocks · PinQuotaExceeded · PromptTooLong
     ├── LifecycleError(RuntimeError) LeaseClosed · CommitBeyondReserved · TruncateBelowCommitted ·
-    │                                UnknownRequest · UnknownPin
+    │                                UnknownRequest · UnknownPin · UnknownSession
     ├── TierError                    TierUnavailable · PageCorrupt · LayoutMismatch
     ├── ModelError                   UnsupportedModel
     └── IntegrityError               I1…
@@ -223,6 +223,20 @@ class UnknownPin(LifecycleError):
     def __init__(self, what: str) -> None:
         self.what = what
         super().__init__(f"no live pin {what}", "it may have expired; cache.pins() (GET /v1/pins) lists the live ones")
+
+
+class UnknownSession(LifecycleError):
+    """No such session: never named, ended before, or used too long ago."""
+
+    code = "unknown_session"
+
+    def __init__(self, session: str, namespace: str, num_known: int) -> None:
+        self.session = session
+        self.namespace = namespace
+        super().__init__(
+            f"no session {session!r} is known in namespace {namespace!r}",
+            f"it may have ended; the last {num_known:,} sessions are known: cache.sessions() (GET /v1/sessions)",
+        )
 
 
 class TierError(LooseleafError):

@@ -56,6 +56,7 @@ def test_a_follower_waits_for_what_it_shares_only():
     kit.run()
     assert kit.last("follower").usage.num_cached_tokens == 16
     assert [share["num_tokens"] for share in kit.observer.named("on_share")] == [8]
+    assert kit.cache.explain("follower").by_rung == {"exact": 8, "in_flight": 8}
     check_tokens(kit, leader, follower)
 
 

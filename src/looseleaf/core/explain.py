@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from looseleaf.core.forgotten import EVICTED, ForgottenTable
+from looseleaf.core.forgotten import CLEARED, EXPENDED, ForgottenTable
 from looseleaf.core.namespaces import Tenancy
-from looseleaf.core.tokens import TOKEN_BYTES
+from looseleaf.core.tokens import TOKEN_BYTES, unpack_tokens
 from looseleaf.core.tree import Node, PrefixTree
 
 Reason: TypeAlias = Literal[
@@ -20,6 +20,12 @@ Reason: TypeAlias = Literal[
 MAX_COMPARED_SIBLINGS = 32
 """Stored continuations, newest first, among which the nearest one is looked for."""
 
+NUM_SHOWN_TOKENS = 8
+"""Token ids that are told on both sides of a divergence."""
+
+SESSION_POLICY = "session"
+"""Told instead of the policy's name for what was evicted since its session had ended or replaced it."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -28,7 +34,12 @@ class Explanation:
     `num_evicted_tokens`: tokens behind the hit that had been cached and were evicted, whole blocks: what the eviction
     cost. `first_missed_token`: position of the first token that had to be computed though it might have hit; None if
     nothing was missed. `num_shared_tokens`: tokens in common with something stored, whole blocks or not. `reason` is
-    about the first miss. `num_pinned_tokens`: tokens of the hit that pins kept.
+    about the first miss. `num_pinned_tokens`: tokens of the hit that pins kept. `by_rung`: the hit's tokens by the rung
+    of reuse that gave them. Of what was evicted: `evicted_seconds_ago` from the look-up, by which `policy` ("session":
+    its session had ended or replaced it), and `pressure`, the blocks evicted between then and the look-up.
+    `stored_tokens`, `asked_tokens`: up to 8 token ids from `first_missed_token` on, as they are stored and as they were
+    asked for, if these differ. (What is stored may be another client's of the same namespace.) `session`: the
+    request's.
     """
 
     num_prompt_tokens: int
@@ -39,6 +50,93 @@ class Explanation:
     message: str
     num_evicted_tokens: int = 0
     num_pinned_tokens: int = 0
+    by_rung: Mapping[str, int] = field(default_factory=dict)
+    evicted_seconds_ago: float | None = None
+    policy: str = ""
+    pressure: int | None = None
+    stored_tokens: tuple[int, ...] = ()
+    asked_tokens: tuple[int, ...] = ()
+    session: str | None = None
+
+
+@dataclass(slots=True)
+class Finding:
+    """What a look-up found out, as it is kept: an `Explanation` that is not put in words yet.
+
+    `num_lost_tokens`: whole blocks behind the hit that were there once (evicted, cleared, cut by a window). `why`: what
+    the sentence names: the policy, the group of a window, the request that was forked. `stored`, `asked`: packed.
+    """
+
+    reason: Reason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_shared_tokens: int = 0
+    first_missed_token: int | None = 0
+    at_seconds: float = 0.0
+    num_lost_tokens: int = 0
+    num_pinned_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    lost_at_seconds: float | None = None
+    pressure: int | None = None
+    why: str = ""
+    stored: bytes = b""
+    asked: bytes = b""
+    session: str | None = None
+
+    def explain(self, block_tokens: int) -> Explanation:
+        """In words, for blocks of so many tokens."""
+        is_evicted = self.reason == "evicted"
+        rungs = {"exact": self.num_cached_tokens - self.num_in_flight_tokens, "in_flight": self.num_in_flight_tokens}
+        return Explanation(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_shared_tokens=self.num_shared_tokens,
+            first_missed_token=self.first_missed_token,
+            reason=self.reason,
+            message=f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens {self._sentence(block_tokens)}.",
+            num_evicted_tokens=self.num_lost_tokens if is_evicted else 0,
+            num_pinned_tokens=self.num_pinned_tokens,
+            by_rung={rung: count for rung, count in rungs.items() if count or rung == "exact"},
+            evicted_seconds_ago=self._lost_seconds_ago() if is_evicted else None,
+            policy=self.why if is_evicted else "",
+            pressure=self.pressure if is_evicted else None,
+            stored_tokens=tuple(unpack_tokens(self.stored).tolist()),
+            asked_tokens=tuple(unpack_tokens(self.asked).tolist()),
+            session=self.session,
+        )
+
+    def _lost_seconds_ago(self) -> float | None:
+        return None if self.lost_at_seconds is None else self.at_seconds - self.lost_at_seconds
+
+    def _sentence(self, block_tokens: int) -> str:
+        cached, first = self.num_cached_tokens, self.first_missed_token
+        if self.reason == "skipped":
+            return "reused: the request asked to skip the cache"
+        if self.reason == "full_hit":
+            if self.why:
+                return f"shared with request {self.why!r}, from which it was forked"
+            return "reused: all whole blocks were cached, and at least one token is always computed"
+        if self.reason == "below_one_block":
+            if self.num_prompt_tokens <= block_tokens:
+                return f"reused: a prompt needs {block_tokens + 1} tokens to reuse a block of {block_tokens}"
+            return f"reused: {first} tokens are shared with a stored prompt, less than one block of {block_tokens}"
+        if self.reason == "window_cut":
+            known = cached + self.num_lost_tokens
+            why = f"group {self.why!r} has let go of what lies before token {known}"
+            return f"reused: {known} tokens of it are stored, but {why}"
+        if self.reason in ("evicted", "cleared"):
+            told = f"reused: the block at token {cached} was {self.reason} {self._lost_seconds_ago():.1f} s ago"
+            if self.reason == "cleared":
+                return told
+            if self.why == SESSION_POLICY:
+                return f"{told}, since its session had ended or replaced it"
+            return f"{told} by policy {self.why!r}, and {self.pressure} blocks since"
+        if self.reason == "other_namespace":
+            what = f"what follows token {cached}" if cached else "its beginning"
+            return f"reused: {what} is stored in another namespace, which is never shared"
+        if self.reason == "diverged":
+            return f"reused: the prompt differs from what is stored at token {first}"
+        return f"reused: nothing behind token {cached} was computed before"
 
 
 def common_tokens(ours: bytes, theirs: bytes) -> int:
@@ -50,28 +148,27 @@ def common_tokens(ours: bytes, theirs: bytes) -> int:
     return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-def nearest_continuation(continuations: Iterable[bytes], block: bytes) -> int:
-    """Most tokens that `block` shares with the beginning of one of the stored continuations."""
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The stored continuation that has most in common with a block: its first so many tokens. None: nothing is stored
+    there."""
+
+    node: Node | None
+    num_tokens: int
+
+
+def nearest_continuation(continuations: dict[bytes, Node], block: bytes) -> Nearest:
+    """That of some continuations, oldest first, that begins most like `block`; the newest of those that begin alike."""
     first = block[:TOKEN_BYTES]
-    return max((common_tokens(block, other) for other in continuations if other.startswith(first)), default=0)
-
-
-def skipped(num_prompt_tokens: int) -> Explanation:
-    """The explanation of a request that asked not to reuse anything."""
-    return Explanation(
-        num_prompt_tokens,
-        0,
-        0,
-        0,
-        "skipped",
-        f"0 of {num_prompt_tokens} tokens reused: the request asked to skip the cache.",
-    )
-
-
-def forked(num_tokens: int, num_shared_tokens: int, parent_id: str) -> Explanation:
-    """The explanation of a fork, which shares its parent's full blocks."""
-    message = f"{num_shared_tokens} of {num_tokens} tokens shared with request {parent_id!r}, from which it was forked."
-    return Explanation(num_tokens, num_shared_tokens, num_shared_tokens, None, "full_hit", message)
+    best, num_best = None, 0
+    for key in islice(reversed(continuations), MAX_COMPARED_SIBLINGS):
+        if key.startswith(first):
+            num_tokens = common_tokens(block, key)
+            if num_tokens > num_best:
+                best, num_best = continuations[key], num_tokens
+    if best is None and continuations:
+        best = continuations[next(reversed(continuations))]
+    return Nearest(best, num_best)
 
 
 @dataclass(frozen=True)
@@ -83,6 +180,15 @@ class WindowCut:
     num_known_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a look-up is made: seconds of the cache's clock, blocks evicted so far, and by which policy."""
+
+    at_seconds: float
+    num_evicted_blocks: int
+    policy: str
+
+
 def explain_lookup(
     tree: PrefixTree,
     forgotten: ForgottenTable,
@@ -90,8 +196,8 @@ def explain_lookup(
     data: bytes,
     tenancy: Tenancy,
     cut: WindowCut | None,
-    now_seconds: float,
-) -> Explanation:
+    now: Moment,
+) -> Finding:
     """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. Read-only. Of what other
     namespaces store it tells no more than that they do.
 
@@ -99,45 +205,44 @@ def explain_lookup(
     stored and forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of
     it.
     """
-    num_cached_blocks = node.end
     size = tree.block_bytes
-    block_tokens = size // TOKEN_BYTES
-    num_tokens = len(data) // TOKEN_BYTES
-    num_cached = num_cached_blocks * block_tokens
-    num_usable_blocks = (num_tokens - 1) // block_tokens
-    block = data[num_cached_blocks * size : (num_cached_blocks + 1) * size]
-    namespace = tenancy.at(num_cached_blocks)
+    block_tokens, num_tokens = size // TOKEN_BYTES, len(data) // TOKEN_BYTES
+    num_cached, num_usable_blocks = node.end * block_tokens, (num_tokens - 1) // block_tokens
+    namespace = tenancy.at(node.end)
     continuations = tree.continuations(node, namespace)
-    num_beyond = nearest_continuation(islice(reversed(continuations), MAX_COMPARED_SIBLINGS), block)
-    shared = num_cached + num_beyond
-    head = f"{num_cached} of {num_tokens} tokens reused"
-
-    def answer(reason: Reason, why: str, first_missed: int | None) -> Explanation:
-        return Explanation(num_tokens, num_cached, shared, first_missed, reason, f"{head}: {why}.")
-
-    if num_usable_blocks == 0:
-        return answer(
-            "below_one_block", f"a prompt needs {block_tokens + 1} tokens to reuse a block of {block_tokens}", 0
-        )
-    if num_cached_blocks == num_usable_blocks:
-        return answer("full_hit", "all whole blocks were cached, and at least one token is always computed", None)
+    if node.end == num_usable_blocks:
+        is_short = num_usable_blocks == 0
+        reason: Reason = "below_one_block" if is_short else "full_hit"
+        num_shared = num_cached + nearest_continuation(continuations, data[node.end * size :]).num_tokens
+        return Finding(reason, num_tokens, num_cached, num_shared, 0 if is_short else None, now.at_seconds)
     if cut is not None:
         num_known = cut.num_known_blocks * block_tokens
-        why = f"{num_known} tokens of it are stored, but group {cut.group!r} has let go of what lies before token "
-        text = f"{head}: {why}{num_known}."
-        return Explanation(num_tokens, num_cached, num_known, num_cached, "window_cut", text)
+        found = Finding("window_cut", num_tokens, num_cached, num_known, num_cached, now.at_seconds, why=cut.group)
+        found.num_lost_tokens = num_known - num_cached
+        return found
+    block = data[node.end * size : (node.end + 1) * size]
+    nearest = nearest_continuation(continuations, block)
+    shared = num_cached + nearest.num_tokens
+    found = Finding("never_seen", num_tokens, num_cached, shared, num_cached, now.at_seconds)
     lost = forgotten.look_up(node, block, tenancy.borders)
     if lost is not None:
-        cause: Reason = "evicted" if lost.cause == EVICTED else "cleared"
-        age_seconds = now_seconds - lost.at_seconds
-        return answer(cause, f"the block at token {num_cached} was {cause} {age_seconds:.1f} s ago", num_cached)
+        found.reason = "cleared" if lost.cause == CLEARED else "evicted"
+        found.why = SESSION_POLICY if lost.cause == EXPENDED else now.policy
+        found.lost_at_seconds = lost.at_seconds
+        found.pressure = now.num_evicted_blocks - lost.num_evicted_blocks
+        return found
     if tree.is_elsewhere(node, block, namespace):
-        what = f"what follows token {num_cached}" if num_cached else "its beginning"
-        why = f"{what} is stored in another namespace, which is never shared"
-        return answer("other_namespace", why, num_cached)
-    if num_cached_blocks == 0 and num_beyond > 1:  # one token may be the mark with which every prompt begins
-        why = f"{num_beyond} tokens are shared with a stored prompt, less than one block of {block_tokens}"
-        return answer("below_one_block", why, num_beyond)
-    if num_cached_blocks and continuations:
-        return answer("diverged", f"the prompt differs from what is stored at token {shared}", shared)
-    return answer("never_seen", f"nothing behind token {num_cached} was computed before", num_cached)
+        found.reason = "other_namespace"
+        return found
+    if num_cached and nearest.node is not None:
+        found.reason = "diverged"
+    elif nearest.num_tokens > 1:  # one token may be the mark with which every prompt begins
+        found.reason = "below_one_block"
+    else:
+        return found
+    assert nearest.node is not None  # something is in common, or something is stored
+    at, length = nearest.num_tokens * TOKEN_BYTES, NUM_SHOWN_TOKENS * TOKEN_BYTES
+    found.stored = nearest.node.tokens[at : at + length]
+    found.asked = data[shared * TOKEN_BYTES :][:length]
+    found.first_missed_token = shared
+    return found

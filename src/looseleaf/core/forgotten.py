@@ -19,14 +19,18 @@ from looseleaf.ids import Int64Array
 MIN_ENTRIES = 2**16
 EVICTED = 1
 CLEARED = 2
+EXPENDED = 3
+"""Evicted before the policy's choice: its session had ended or replaced it."""
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits of Python's hashes over the table
 
 
 @dataclass(frozen=True)
 class ForgottenBlock:
-    """When (seconds of the cache's clock) and why (`EVICTED` or `CLEARED`) a block was forgotten."""
+    """When (seconds of the cache's clock, and blocks evicted by then) a block was forgotten, and why: `EVICTED`,
+    `EXPENDED` or `CLEARED`."""
 
     at_seconds: float
+    num_evicted_blocks: int
     cause: int
 
 
@@ -74,7 +78,7 @@ class ForgottenTable:
         place = int(self._places(key)[0])
         if self._keys[place] != key[0] or not self._causes[place]:
             return None
-        return ForgottenBlock(float(self._times[place]), int(self._causes[place]))
+        return ForgottenBlock(float(self._times[place]), int(self._counts[place]), int(self._causes[place]))
 
     def keys_behind(self, node: Node, data: bytes, borders: Sequence[Border] = ()) -> Int64Array:
         """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n].
@@ -95,10 +99,16 @@ class ForgottenTable:
         """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
         one between them that is not was overwritten in the table."""
         places = self._places(keys)
-        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] == EVICTED))
+        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] & 1 == 1))  # evicted or expended
         count = int(known[-1]) + 1 if len(known) else 0
         nearest = known[np.searchsorted(known, np.arange(count))]  # itself, or the next that is known
         return EvictedRun(keys[:count], self._counts[places[nearest]])
+
+    def num_cleared(self, keys: Int64Array) -> int:
+        """How many of a prompt's blocks, by their chain keys [n], are remembered as cleared, up to the last that is."""
+        places = self._places(keys)
+        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] == CLEARED))
+        return int(known[-1]) + 1 if len(known) else 0
 
     def keys_of(self, node: Node) -> Int64Array:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from looseleaf.core.explain import Explanation
+from looseleaf.core.explain import Finding
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.errors import UnknownRequest
@@ -14,7 +14,7 @@ from looseleaf.ids import RequestId
 MIN_REMEMBERED_TOKENS = 32 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FinishedRequest:
     """A released lease. `data`: its committed whole blocks, packed; None once their room was needed for younger
     requests."""
@@ -23,7 +23,7 @@ class FinishedRequest:
     num_committed_tokens: int
     num_prompt_tokens: int
     data: bytes | None
-    explanation: Explanation
+    finding: Finding
 
 
 class History:

@@ -24,6 +24,7 @@ def check_integrity(store: BlockStore, desk: LeaseDesk) -> None:
     _check_tree(store)
     _check_leases(store, desk)
     _check_pins(store)
+    _check_sessions(store, desk)
     _check_victims(store)
 
 
@@ -286,13 +287,42 @@ def _expected_guards(store: BlockStore) -> dict[int, Int32Array]:
     return guards
 
 
+def _check_sessions(store: BlockStore, desk: LeaseDesk) -> None:
+    """I9: sessions and the runs that only one of them used know of each other; a request of another one holds none."""
+    nodes = {node.id: node for node in _stored_nodes(store) if node.session is not None}
+    for node in nodes.values():
+        session, parent = node.session, node.parent
+        assert session is not None  # chosen so
+        assert parent is not None  # a root is no session's
+        _require(node.id in session.nodes, "I9", f"node {node.id} is unknown to session {session.key}")
+        is_below = parent.session is None or session.is_same(parent.session)
+        _require(is_below, "I9", f"node {node.id} is of session {session.key}, its parent another's")
+    for record in {id(node.session): node.session for node in nodes.values()}.values():
+        assert record is not None  # chosen so
+        own = {node_id for node_id, node in nodes.items() if node.session is record}
+        _require(set(record.nodes) == own, "I9", f"session {record.key} has nodes {own}, knows {set(record.nodes)}")
+        tips = {tip.node.id for tip in record.tips}
+        _require(record.superseded | tips <= own, "I9", f"session {record.key} has left behind what is not its own")
+    for record in store.sessions.records.values():
+        known = set(record.nodes)
+        _require(
+            known <= set(nodes), "I9", f"session {record.key} knows nodes {known - set(nodes)} that are not its own"
+        )
+    for lease in desk.live.values():
+        record_of = store.sessions.record_of(lease.number)
+        for node in lease.node.nearest_alive().path() if lease.stores else []:
+            is_own = node.session is None or node.session.is_same(record_of)
+            _require(is_own, "I9", f"request {lease.request_id!r} uses node {node.id} of another session alone")
+
+
 def _check_victims(store: BlockStore) -> None:
-    """I9: the victims are the cached, unheld leaves without a hard pin; softly pinned ones are in a queue of their
-    own."""
-    expected: dict[str, set[int]] = {"unpinned": set(), "soft": set()}
+    """I9: the victims are the cached, unheld leaves without a hard pin; softly pinned ones, and what sessions have left
+    behind, are in queues of their own."""
+    expected: dict[str, set[int]] = {"unpinned": set(), "soft": set(), "expendable": set()}
     for node in _stored_nodes(store):
         if node.is_leaf and not node.num_holders and not node.num_hard_pins:
-            expected["soft" if node.soft_priorities else "unpinned"].add(node.id)
+            is_left = node.session is not None and (node.session.is_ended or node.id in node.session.superseded)
+            expected["soft" if node.soft_priorities else "expendable" if is_left else "unpinned"].add(node.id)
     for queue, nodes in expected.items():
         offered = set(store.victims.offered(queue))
         _require(offered == nodes, "I9", f"{queue} victims are {sorted(nodes)[:8]}…, offered {sorted(offered)[:8]}…")

@@ -12,7 +12,7 @@ from looseleaf.core.tokens import Tokens
 from looseleaf.ids import Int32Array, Namespace, RequestId
 
 if TYPE_CHECKING:
-    from looseleaf.core.explain import Explanation
+    from looseleaf.core.explain import Explanation, Finding
     from looseleaf.core.leasing import LeaseDesk
     from looseleaf.core.namespaces import NamespaceLayer, Tenancy
     from looseleaf.core.tree import Node
@@ -29,7 +29,7 @@ class Lease:
     """
 
     __slots__ = (
-        "copies", "desk", "expected_ends", "expected_tokens", "explanation", "first_rows", "head", "is_open",
+        "copies", "desk", "expected_ends", "expected_tokens", "finding", "first_rows", "head", "is_open",
         "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
         "opened_tick", "own_node", "request_id", "row", "stores", "table", "tenancy", "views",
     )  # fmt: skip
@@ -45,7 +45,7 @@ class Lease:
         head: bytearray,
         table: Int32Array,
         stores: bool,
-        explanation: Explanation,
+        finding: Finding,
         first_rows: list[int],
         opened_tick: int,
     ) -> None:
@@ -69,7 +69,7 @@ class Lease:
         self.expected_ends: set[int] = set()  # logical blocks behind which others will go on
         self.num_cached_tokens = self.num_prompt_tokens = 0
         self.stores = stores
-        self.explanation = explanation
+        self.finding = finding  # of its first look-up
         self.copies: list[tuple[int, int]] = []
         self.is_open = True
 
@@ -100,6 +100,16 @@ class Lease:
     def num_committed_tokens(self) -> int:
         """Tokens whose K and V are written, those found in the cache included."""
         return self.desk.figure(self, "num_committed")
+
+    @property
+    def explanation(self) -> Explanation:
+        """Why it hit or missed, as of its first look-up; also after its release."""
+        return self.finding.explain(self.desk.rows.block_tokens)
+
+    @property
+    def session(self) -> str | None:
+        """The session that it named."""
+        return self.finding.session
 
     @property
     def block_table(self) -> Int32Array:
@@ -193,6 +203,17 @@ class Lease:
             LeaseClosed: the lease is released.
         """
         self.desk.expect_end(self, num_tokens)
+
+    def note_in_flight(self, num_tokens: int) -> None:
+        """So many tokens of what the look-up found were computed by another request while this one waited for them:
+        explanations and figures tell them apart as a rung of their own. For a look-up that counts, once, before others
+        are made.
+
+        Raises:
+            RequestError: more than what was found.
+            LeaseClosed: the lease is released.
+        """
+        self.desk.note_in_flight(self, num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Drop known but uncommitted tokens beyond `num_tokens`, and the room beyond it (rejected drafts).

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from looseleaf.core.config import GroupPlan
-from looseleaf.core.explain import Explanation, forked
+from looseleaf.core.explain import Finding
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable, present, read_only
-from looseleaf.core.lookup import look_up
+from looseleaf.core.lookup import Query, look_up
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
@@ -67,6 +67,7 @@ class LeaseDesk:
         count_lookup: bool,
         reuse: bool,
         expected_tokens: int | None,
+        session: str | None,
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
@@ -77,24 +78,17 @@ class LeaseDesk:
             num_tokens = len(data) // TOKEN_BYTES
             self._num_requests += 1
             number = self._num_requests
-            node, table, explanation = look_up(self._store, data, tenancy, number, reuse, count_lookup, self._clock)
             earlier = None if count_lookup else self._history.get(request_id)
-            if earlier is not None:  # a request that comes back keeps the reason of its first look-up
-                explanation = earlier.explanation
+            first = None if earlier is None else earlier.finding
+            query = Query(data, tenancy, number, reuse, count_lookup, session, first)
+            node, table, finding = look_up(self._store, query, self._clock)
             firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
-            lease = self._make(request_id, number, tenancy, node, data, num_tokens, table, reuse, explanation, firsts)
+            lease = self._make(request_id, number, tenancy, node, data, num_tokens, table, reuse, finding, firsts)
             num_cached = len(table) * self._block_tokens
             lease.num_cached_tokens = num_cached
             lease.expected_tokens = expected_tokens
             self.rows.num_reserved[lease.row] = num_cached
             self.rows.num_committed[lease.row] = num_cached
-            if reuse and count_lookup:
-                counters = self._store.counters
-                counters.num_lookups += 1
-                counters.query_tokens += num_tokens
-                counters.hit_tokens += num_cached
-                if explanation.first_missed_token is not None:
-                    counters.below_block_tokens += explanation.num_shared_tokens - num_cached
             return lease
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
@@ -108,9 +102,11 @@ class LeaseDesk:
                 raise self._store.out_of_blocks(self._num_lanes)
             shared = parent.table[:num_full].copy()
             num_tokens = int(self.rows.num_tokens[parent.row])
-            explanation = parent.explanation
-            if explanation.reason != "skipped":
-                explanation = forked(num_tokens, num_full * self._block_tokens, parent.request_id)
+            finding = parent.finding
+            if finding.reason != "skipped":
+                num_shared = num_full * self._block_tokens
+                finding = Finding("full_hit", num_tokens, num_shared, num_shared, None, self._clock())
+                finding.why, finding.session = parent.request_id, parent.session
             data = self._known_tokens(parent)
             self._store.share(parent.node, shared[shared != ABSENT])
             firsts = list(parent.first_rows)
@@ -118,8 +114,9 @@ class LeaseDesk:
             number = self._num_requests
             stores = parent.stores
             child = self._make(
-                request_id, number, parent.tenancy, parent.node, data, num_tokens, shared, stores, explanation, firsts
+                request_id, number, parent.tenancy, parent.node, data, num_tokens, shared, stores, finding, firsts
             )
+            self._store.sessions.fork(parent.number, number)
             child.num_cached_tokens = num_full * self._block_tokens
             child.expected_tokens = parent.expected_tokens
             if num_tail:
@@ -150,13 +147,13 @@ class LeaseDesk:
         num_tokens: int,
         table: Int32Array,
         stores: bool,
-        explanation: Explanation,
+        finding: Finding,
         firsts: list[int],
     ) -> Lease:
         row = self.rows.open()
         num_head = num_tokens // self._block_tokens * self._block_bytes
         head, tick = bytearray(data[:num_head]), self._store.tick
-        lease = Lease(self, row, request_id, number, tenancy, node, head, table, stores, explanation, firsts, tick)
+        lease = Lease(self, row, request_id, number, tenancy, node, head, table, stores, finding, firsts, tick)
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
@@ -171,7 +168,7 @@ class LeaseDesk:
             self._check_open(lease, "release")
             num_committed = int(self.rows.num_committed[lease.row])
             finished = FinishedRequest(
-                lease.tenancy, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.explanation
+                lease.tenancy, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.finding
             )
             self._history.add(lease.request_id, finished)
             num_output = lease.num_output_tokens
@@ -179,6 +176,9 @@ class LeaseDesk:
                 num_output = int(self.rows.num_tokens[lease.row]) - lease.num_prompt_tokens
             blocks = present(lease.table[: lease.num_blocks])
             self._store.let_go(lease.node, blocks, lease.first_rows, lease.number, num_output)
+            if lease.session is not None:
+                end = lease.node.nearest_alive()
+                self._store.sessions.end(lease.number, end, self._known_tokens(lease), self._clock())
             lease.is_open = False
             self.rows.close(lease.row)
             del self.live[lease.request_id]
@@ -392,6 +392,14 @@ class LeaseDesk:
         """Packed tokens of the committed whole blocks."""
         num_committed = int(self.rows.num_committed[lease.row])
         return bytes(lease.head[: num_committed // self._block_tokens * self._block_bytes])
+
+    def note_in_flight(self, lease: Lease, num_tokens: int) -> None:
+        """See `Lease.note_in_flight`."""
+        with self._lock:
+            self._check_open(lease, "note_in_flight")
+            if not 0 <= num_tokens <= lease.finding.num_cached_tokens:
+                raise RequestError(f"{num_tokens} of {lease.num_cached_tokens} cached tokens can't have been in flight")
+            lease.finding.num_in_flight_tokens = num_tokens
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

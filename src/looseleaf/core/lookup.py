@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 from looseleaf.core.auto_pins import LookUp
-from looseleaf.core.explain import Explanation, WindowCut, explain_lookup, skipped
+from looseleaf.core.explain import Finding, Moment, WindowCut, explain_lookup
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES
@@ -14,54 +14,96 @@ from looseleaf.core.tree import Node
 from looseleaf.ids import Int32Array
 
 
-def look_up(
-    store: BlockStore,
-    data: bytes,
-    tenancy: Tenancy,
-    request: int,
-    reuse: bool,
-    is_first: bool,
-    clock: Callable[[], float],
-) -> tuple[Node, Int32Array, Explanation]:
-    """Find the longest usable prefix of packed tokens `data`, stored as `tenancy` says, and hold it: the last node
-    held, the block table of its path, and why there is no more. `request`: its number for the policy. Without `reuse`
-    nothing is looked for. `is_first`: False for a request that comes back, which is no further use."""
-    root = store.tree.root(tenancy.root)
-    num_tokens = len(data) // TOKEN_BYTES
-    if not reuse:
-        return root, store.tree.no_blocks.copy(), skipped(num_tokens)
-    block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
-    num_usable = (num_tokens - 1) // block_tokens
-    found = store.find(root, data, num_usable, tenancy.borders)
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a request asks for: packed tokens `data`, stored as `tenancy` says. `request`: its number for policy and
+    sessions. Without `reuse` nothing is looked for. `earlier`: what the first look-up of a request found that comes
+    back; `is_counted`: False for such a one, which is no further use and counts nowhere."""
+
+    data: bytes
+    tenancy: Tenancy
+    request: int
+    reuse: bool
+    is_counted: bool
+    session: str | None
+    earlier: Finding | None
+
+
+def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> tuple[Node, Int32Array, Finding]:
+    """Find the longest usable prefix and hold it: the last node held, the block table of its path, and why there is no
+    more (of a request that comes back: why there was no more at first)."""
+    root, data = store.tree.root(query.tenancy.root), query.data
+    num_tokens, now = len(data) // TOKEN_BYTES, clock()
+    if not query.reuse:
+        finding = Finding("skipped", num_tokens, at_seconds=now, session=query.session)
+        return root, store.tree.no_blocks.copy(), finding
+    if query.session is not None:
+        num_prompt_tokens = num_tokens if query.earlier is None else query.earlier.num_prompt_tokens
+        is_first = query.is_counted
+        store.sessions.begin(query.session, query.tenancy.namespace, query.request, num_prompt_tokens, is_first, now)
+    num_usable = (num_tokens - 1) // store.plan.block_tokens
+    found = store.find(root, data, num_usable, query.tenancy.borders)
     used_at = [step.last_used_at for step in found.match.node.path()]
-    node, table = store.hold(found.match, request)
+    node, table = store.hold(found.match, query.request)
     cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
-    now = clock()
-    explanation = explain_lookup(store.tree, store.forgotten, node, data, tenancy, cut, now)
-    if store.pins.records:
-        path = node.path()
-        if is_first:
-            store.pins.on_hit(path, data, tenancy, now)
-        if store.pins.has_expiries:
-            store.pins.refresh(root, data, tenancy, now)
-        num_pinned = sum(step.num_blocks for step in path if step.is_pinned)
-        if num_pinned:
-            explanation = replace(explanation, num_pinned_tokens=num_pinned * block_tokens)
+    moment = Moment(now, store.pressure.num_evicted_blocks, store.victims.policy.name)
+    finding = explain_lookup(store.tree, store.forgotten, node, data, query.tenancy, cut, moment)
+    finding.session = query.session
+    _tell_pins(store, query, root, node, finding)
+    _tell_others(store, query, node, used_at, found.num_known_blocks, finding)
+    if query.session is not None and query.is_counted:
+        store.sessions.supersede(query.request, node, data)
+    if query.is_counted:
+        _count(store, finding)
+    return node, table, query.earlier or finding
+
+
+def _count(store: BlockStore, finding: Finding) -> None:
+    """Each look-up counts once, with the whole prompt."""
+    counters = store.counters
+    counters.num_lookups += 1
+    counters.query_tokens += finding.num_prompt_tokens
+    counters.hit_tokens += finding.num_cached_tokens
+    if finding.first_missed_token is not None:
+        counters.below_block_tokens += finding.num_shared_tokens - finding.num_cached_tokens
+
+
+def _tell_pins(store: BlockStore, query: Query, root: Node, node: Node, finding: Finding) -> None:
+    """Pins are used, and those that use keeps alive are refreshed."""
+    if not store.pins.records:
+        return
+    path, now = node.path(), finding.at_seconds
+    if query.is_counted:
+        store.pins.on_hit(path, query.data, query.tenancy, now)
+    if store.pins.has_expiries:
+        store.pins.refresh(root, query.data, query.tenancy, now)
+    num_pinned = sum(step.num_blocks for step in path if step.is_pinned)
+    finding.num_pinned_tokens = num_pinned * store.plan.block_tokens
+
+
+def _tell_others(
+    store: BlockStore, query: Query, node: Node, used_at: list[float], num_known_blocks: int, finding: Finding
+) -> None:
+    """What is missing is told to the policy, to pins that cost it, and to automatic pinning."""
     uses_keys = store.victims.policy.uses_keys
-    if uses_keys or explanation.reason == "evicted" or store.auto_pins is not None:
-        keys = store.forgotten.keys_behind(
-            node, data[node.end * block_bytes : num_usable * block_bytes], tenancy.borders
-        )
-        run = store.forgotten.evicted_run(keys)
-        if uses_keys:
-            store.victims.on_missed(keys.tolist(), store.next_use(request))
-        if explanation.reason == "evicted":
-            num_evicted_tokens = len(run.keys) * block_tokens
-            explanation = replace(explanation, num_evicted_tokens=num_evicted_tokens)
-            store.pins.on_recomputed(num_evicted_tokens)
-        if store.auto_pins is not None and is_first:
-            ends = store.forgotten.end_keys(node)
-            store.auto_pins.on_lookup(
-                LookUp(tenancy, data, node.path(), ends, used_at, keys, run, found.num_known_blocks, now)
+    if not (uses_keys or finding.reason in ("evicted", "cleared") or store.auto_pins is not None):
+        return
+    block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
+    num_usable = (finding.num_prompt_tokens - 1) // block_tokens
+    rest = query.data[node.end * block_bytes : num_usable * block_bytes]
+    keys = store.forgotten.keys_behind(node, rest, query.tenancy.borders)
+    run = store.forgotten.evicted_run(keys)
+    if uses_keys:
+        store.victims.on_missed(keys.tolist(), store.next_use(query.request))
+    if finding.reason == "cleared":
+        finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens
+    if finding.reason == "evicted":
+        finding.num_lost_tokens = len(run.keys) * block_tokens
+        store.pins.on_recomputed(finding.num_lost_tokens)
+    if store.auto_pins is not None and query.is_counted:
+        ends = store.forgotten.end_keys(node)
+        store.auto_pins.on_lookup(
+            LookUp(
+                query.tenancy, query.data, node.path(), ends, used_at, keys, run, num_known_blocks, finding.at_seconds
             )
-    return node, table, explanation
+        )

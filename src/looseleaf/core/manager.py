@@ -24,6 +24,7 @@ from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_desk import PinDesk, PinWish
 from looseleaf.core.pin_record import HARD, PastPin, Pin
 from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmentation
+from looseleaf.core.sessions import Session, SessionEnd
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
@@ -109,6 +110,7 @@ class CacheManager:
         count_lookup: bool = True,
         reuse: bool = True,
         expected_tokens: int | None = None,
+        session: str | None = None,
     ) -> Lease:
         """Match `prompt` and hold what is found. Allocates nothing and evicts nothing.
 
@@ -121,13 +123,15 @@ class CacheManager:
             count_lookup: False keeps the look-up out of the statistics (a preempted request that comes back).
             reuse: False neither matches nor stores anything; the explanation says "skipped".
             expected_tokens: length that the sequence is expected to reach; it is given blocks with room to grow there.
+            session: the conversation, or task, in this namespace of which this is a turn. What only this session used
+                is evicted first once a later turn has replaced it, or `end_session` is called (docs/SESSIONS.md).
 
         Raises:
             InvalidTokens: empty, negative, too large or not integers.
             DuplicateRequest: a live lease has this id.
             RequestError: layers that do not fit together, or the prompt.
         """
-        return self._desk.open(prompt, request_id, namespace, layers, count_lookup, reuse, expected_tokens)
+        return self._desk.open(prompt, request_id, namespace, layers, count_lookup, reuse, expected_tokens, session)
 
     def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
         """Append one token to each lease and reserve its slot: int64 [num_leases], `block_id * block_tokens + offset`.
@@ -165,6 +169,24 @@ class CacheManager:
             LeaseClosed, RequestError: a released lease, a lease named twice.
         """
         self._desk.commit_many(leases)
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def end_session(self, session: str, namespace: Namespace = "") -> SessionEnd:
+        """A conversation is over: what only it used is evicted before anything else from now on. What is pinned or held
+        is not; what running requests hold follows when they end. O(its stored runs).
+
+        Raises:
+            UnknownSession: none of the sessions of this namespace that are remembered, at most 10,000 in all.
+        """
+        with self._lock:
+            self._store.expire_pins()
+            return self._store.sessions.end_session(session, namespace)
+
+    def sessions(self) -> list[Session]:
+        """The sessions that are remembered, longest unused first. O(stored runs that are one session's alone)."""
+        with self._lock:
+            return self._store.sessions.sessions(self._clock())
 
     # --- pins -----------------------------------------------------------------------------------------------------
 
@@ -394,7 +416,7 @@ class CacheManager:
             lease = self._desk.live.get(request_id)
             if lease is not None:
                 return lease.explanation
-            return self._history.require(request_id).explanation
+            return self._history.require(request_id).finding.explain(self.plan.block_tokens)
 
     def clear(self, namespace: Namespace | None = None, *, include_pins: bool = False) -> ClearResult:
         """Forget what is cached and neither held nor pinned, in one namespace or in all (None).

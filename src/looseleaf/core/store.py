@@ -14,12 +14,13 @@ from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import EvictionPolicy, Use
-from looseleaf.core.forgotten import CLEARED, EVICTED, ForgottenTable
+from looseleaf.core.forgotten import CLEARED, EVICTED, EXPENDED, ForgottenTable
 from looseleaf.core.namespaces import Border
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
 from looseleaf.core.pressure import Pressure
 from looseleaf.core.row_marks import RowMarks
+from looseleaf.core.sessions import SessionBook
 from looseleaf.core.slid_out import COLD_TICK, SlidOutQueue, SlidRows
 from looseleaf.core.stats import ClearResult, Counters
 from looseleaf.core.tokens import unpack_tokens
@@ -72,6 +73,7 @@ class BlockStore:
         self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out, clock, on_event)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
         self.pressure = Pressure(plan.num_blocks)
+        self.sessions = SessionBook(self.tree, self.victims)
         self.counters = Counters()
         self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
@@ -175,7 +177,10 @@ class BlockStore:
         use = self.next_use(request)
         for node in path:
             node.num_holders += 1
+            node.num_uses += 1
             node.last_tick, node.last_used_at = use.tick, use.seconds
+            if node.session is not None:
+                self.sessions.on_used(node, request)
         self.victims.on_hit(path, use)
         self.victims.review(path[-1])
 
@@ -294,6 +299,7 @@ class BlockStore:
                 leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
             key = int(self.forgotten.keys_of(leaf)[0]) if self.victims.policy.uses_keys else 0
             self.victims.on_stored(leaf, use, key, holder.is_padded)
+            self.sessions.on_stored(leaf, holder.request)
             self.victims.review(node)
         if self.on_event is not None:
             first = leaf.num_blocks - len(blocks)
@@ -327,9 +333,9 @@ class BlockStore:
     def evict(self, num_blocks: int, *, spare_soft: bool = False) -> int:
         """Evict cached blocks until `num_blocks` are freed or none is left. Returns how many it freed.
 
-        First rows that only slid out of windows; then leaves in the policy's order, the tail of a run first, and rows
-        that were needed longer ago than those; then what soft pins cover, unless `spare_soft`. Frees exactly
-        `num_blocks` if there are so many and one lane. Costs O(log victims) per node touched.
+        First rows that only slid out of windows, and what sessions left behind; then leaves in the policy's order, the
+        tail of a run first, and rows that were needed longer ago than those; then what soft pins cover, unless
+        `spare_soft`. Frees exactly `num_blocks` if there are so many and one lane. Costs O(log victims) per node.
         """
         freed = 0
         while freed < num_blocks:
@@ -363,7 +369,7 @@ class BlockStore:
         if self.on_event is not None:
             keys, name = self.forgotten.keys_of(node)[rows], self.sliding[slid.column].group.name
             self.on_event(BlocksRemoved(node.namespace, keys, "evicted", name))
-        while not self._keeps_all and node.queue == "unpinned" and (node.blocks == ABSENT).all():
+        while not self._keeps_all and node.queue in ("expendable", "unpinned") and (node.blocks == ABSENT).all():
             parent = node.parent
             assert parent is not None  # a root is in no queue
             self.counters.evicted_tokens += node.num_blocks * self.plan.block_tokens
@@ -406,7 +412,9 @@ class BlockStore:
         blocks: Int32Array = node.blocks[first:].ravel()
         blocks = blocks[blocks != ABSENT]
         was_kept = self.auto_pins is not None and self.auto_pins.on_forgotten(node, num_blocks)
-        if cause == EVICTED and not was_kept:
+        if node.queue == "expendable" and cause == EVICTED:
+            cause = EXPENDED  # says nothing of how long blocks live
+        elif cause == EVICTED and not was_kept:
             self.pressure.on_evicted(len(blocks), node.last_used_at)
         self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
@@ -415,14 +423,14 @@ class BlockStore:
             self.tree.shorten(node, num_blocks)
             self.victims.on_shortened(node, num_blocks, int(keys[0]))
         else:
-            self.victims.on_gone(node, int(keys[0]) if cause == EVICTED else None)
+            self.victims.on_gone(node, None if cause == CLEARED else int(keys[0]))
             self.tree.remove(node)
             if parent.is_root:
                 self.drop_if_empty(parent)
             else:
                 self.victims.review(parent)
         if self.on_event is not None:
-            self.on_event(BlocksRemoved(node.namespace, keys, "evicted" if cause == EVICTED else "cleared"))
+            self.on_event(BlocksRemoved(node.namespace, keys, "cleared" if cause == CLEARED else "evicted"))
         return num_freed
 
     def drop_if_empty(self, root: Node) -> None:
@@ -435,4 +443,5 @@ def _goes_first(slid: SlidRows, leaf: Node | None, spare_soft: bool) -> bool:
     """True if rows of a sliding group go before the next leaf."""
     if leaf is None:
         return not (slid.is_soft and spare_soft)
-    return not slid.is_soft and (leaf.queue == "soft" or slid.key < leaf.last_tick)
+    due = 0 if leaf.queue == "expendable" else leaf.last_tick
+    return not slid.is_soft and (leaf.queue == "soft" or slid.key < due)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from looseleaf.core.namespaces import Border
 from looseleaf.core.row_marks import RowMarks
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.ids import Int32Array, Int64Array, Namespace
+
+if TYPE_CHECKING:
+    from looseleaf.core.sessions import SessionRecord
 
 ABSENT = -1
 """Stands in a block table where a group holds no block."""
@@ -43,19 +47,22 @@ class Node:
     layers          those that go on in other namespaces, by namespace; None if there are none
     end             logical blocks from the root to the end of the run
     num_holders     leases whose path leads through the run
+    num_uses        requests that stored or found it
     last_tick       logical time of its last use
     last_used_at    the same in seconds of the cache's clock
     alive           in the tree; a cleared node that is still held is not
     sealed          another lease or a pin has met it: it must not be extended in place any more
     num_hard_pins   hard pins that cover the run
     soft_priorities priorities of the soft pins that cover the run
-    queue           the victim queue in which it is offered: "", "unpinned" or "soft"
+    queue           the victim queue in which it is offered: "", "expendable", "unpinned" or "soft"
+    session         the only session that used it; None: several did, or requests without one
     chain_keys      int64 [num_blocks] or None: `forgotten.chain_keys` of its blocks, once they were asked for
     """
 
     __slots__ = (
         "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "last_used_at", "layers", "marks",
-        "namespace", "num_hard_pins", "num_holders", "parent", "queue", "sealed", "soft_priorities", "tokens",
+        "namespace", "num_hard_pins", "num_holders", "num_uses", "parent", "queue", "sealed", "session",
+        "soft_priorities", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +78,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.layers: dict[Namespace, dict[bytes, Node]] | None = None
         self.num_holders = 0
+        self.num_uses = 1
         self.last_tick = 0
         self.last_used_at = 0.0
         self.alive = True
@@ -78,6 +86,7 @@ class Node:
         self.num_hard_pins = 0
         self.soft_priorities: list[int] = []
         self.queue = ""
+        self.session: SessionRecord | None = None
         self.chain_keys: Int64Array | None = None
 
     @property
@@ -282,11 +291,12 @@ class PrefixTree:
         node.parent = upper
         upper.children[node.tokens[: self.block_bytes]] = node
         upper.marks = None if node.marks is None else node.marks.cut(num_blocks)
-        upper.num_holders = node.num_holders
+        upper.num_holders, upper.num_uses = node.num_holders, node.num_uses
         upper.last_tick, upper.last_used_at = node.last_tick, node.last_used_at
         upper.sealed = True
         upper.num_hard_pins = node.num_hard_pins
         upper.soft_priorities = list(node.soft_priorities)
+        upper.session = node.session
         if node.chain_keys is not None:
             upper.chain_keys = node.chain_keys[:num_blocks].copy()
             node.chain_keys = node.chain_keys[num_blocks:].copy()

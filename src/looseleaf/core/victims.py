@@ -1,4 +1,5 @@
-"""Which stored node goes next: unpinned leaves in the policy's order, then softly pinned ones by priority."""
+"""Which stored node goes next: what sessions have left behind, deepest first; unpinned leaves in the policy's order;
+softly pinned ones by priority."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ class VictimQueue:
         self._tree = tree
         self._slid_out = slid_out
         self._soft = OfferedHeap()
+        self._expendable = OfferedHeap()
         self._num_soft_offers = 0
 
     # --- what happens to stored runs, for the policy ---------------------------------------------------------------
@@ -54,6 +56,8 @@ class VictimQueue:
         """A run is gone; see `EvictionPolicy.forget`."""
         self.withdraw(node)
         self.policy.forget(node.id, key)
+        if node.session is not None:
+            node.session.on_gone(node)
 
     # --- who goes next ---------------------------------------------------------------------------------------------
 
@@ -68,6 +72,8 @@ class VictimQueue:
         elif wanted == "soft":
             self._num_soft_offers += 1
             self._soft.offer(node.id, (max(node.soft_priorities), self._num_soft_offers))
+        elif wanted == "expendable":
+            self._expendable.offer(node.id, (-node.end, node.id))
         node.queue = wanted
 
     def withdraw(self, node: Node) -> None:
@@ -76,6 +82,8 @@ class VictimQueue:
             self.policy.withdraw(node.id)
         elif node.queue == "soft":
             self._soft.withdraw(node.id)
+        elif node.queue == "expendable":
+            self._expendable.withdraw(node.id)
         node.queue = ""
 
     def split(self, node: Node, num_blocks: int) -> Node:
@@ -84,20 +92,28 @@ class VictimQueue:
         upper = self._tree.split(node, num_blocks)
         self.policy.split(node.id, upper.id, upper.num_blocks)
         self._slid_out.review([upper])
+        if node.session is not None:
+            node.session.on_split(node, upper)
         return upper
 
     def next(self, spare_soft: bool) -> Node | None:
         """The node to evict from now, None if nothing can be evicted; `spare_soft` leaves softly pinned ones alone."""
-        node_id = self.policy.victim()
+        node_id = self._expendable.first()
+        if node_id is None:
+            node_id = self.policy.victim()
         if node_id is None and not spare_soft:
             node_id = self._soft.first()
         return None if node_id is None else self._tree.nodes[node_id]
 
     def offered(self, queue: str) -> Iterable[int]:
-        """Node ids in the queue "unpinned" or "soft", for the integrity check."""
-        return self.policy.offered() if queue == "unpinned" else self._soft.offered()
+        """Node ids in the queue "expendable", "unpinned" or "soft", for the integrity check."""
+        if queue == "unpinned":
+            return self.policy.offered()
+        return (self._soft if queue == "soft" else self._expendable).offered()
 
     def _queue_for(self, node: Node) -> str:
         if node.is_root or not node.alive or not node.is_leaf or node.num_hard_pins or node.num_holders:
             return ""
-        return "soft" if node.soft_priorities else "unpinned"
+        if node.soft_priorities:
+            return "soft"
+        return "expendable" if node.session is not None and node.session.is_expendable(node.id) else "unpinned"

@@ -255,7 +255,7 @@ class Scheduler:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=lease.num_cached_tokens,
             )
-        sequence.is_counted = True
+        is_first, sequence.is_counted = not sequence.is_counted, True
         chunk = self._next_chunk(sequence, lease.num_cached_tokens, budget)
         try:
             if must and self._by_chunk:
@@ -275,6 +275,8 @@ class Scheduler:
             num_shared = min(lease.num_cached_tokens, sequence.wait.num_tokens) - sequence.wait.num_found_tokens
             sequence.wait = None
             if num_shared > 0:
+                if is_first:
+                    lease.note_in_flight(num_shared)
                 self._observer.on_share(num_tokens=num_shared)
         return chunk
 

@@ -13,7 +13,8 @@ from looseleaf.core.manager import CacheManager
 from looseleaf.core.stats import CacheStats
 from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, OutOfBlocks, ResizeRefused
 from looseleaf.testing.mirror import EventMirror, owners_of
-from looseleaf.testing.pin_machine import AUTO_PINS, NAMESPACES, SHARES, PinRules, draw_layers
+from looseleaf.testing.pin_machine import AUTO_PINS, NAMESPACES, SHARES, draw_layers
+from looseleaf.testing.session_machine import SESSIONS, SessionRules
 from looseleaf.testing.stamps import StampMemory
 
 # Few different beginnings and long runs of one token, so that prompts share, diverge inside edges and fill pools.
@@ -38,7 +39,7 @@ GROUPS = (
 COUNTERS = ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "cleared_tokens", "stored_tokens")
 
 
-class ManagerMachine(PinRules):
+class ManagerMachine(SessionRules):
     """Random sequences of every public call. After each: all invariants, every committed slot, every hard pin."""
 
     def __init__(self) -> None:
@@ -102,8 +103,8 @@ class ManagerMachine(PinRules):
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), namespace=NAMESPACES, reuse=st.sampled_from([True, True, True, False]))
-    def lease(self, data: st.DataObject, namespace: str, reuse: bool) -> None:
+    @rule(data=st.data(), namespace=NAMESPACES, reuse=st.sampled_from([True, True, True, False]), session=SESSIONS)
+    def lease(self, data: st.DataObject, namespace: str, reuse: bool, session: str | None) -> None:
         """A lease finds exactly what the mirror says, and allocates nothing."""
         prompt = self._prompt(data)
         layers = draw_layers(data, len(prompt), namespace)
@@ -112,10 +113,14 @@ class ManagerMachine(PinRules):
         assert self.cache.match(prompt, namespace, layers=layers).num_tokens == would_hit
         free = self.cache.stats().free_blocks
         self.num_requests += 1
-        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, layers=layers, reuse=reuse)
+        request_id = f"r{self.num_requests}"
+        lease = self.cache.lease(prompt, request_id, namespace, layers=layers, reuse=reuse, session=session)
+        self.name_session(request_id, namespace, session if reuse else None)
         assert lease.num_cached_tokens == expected
         assert self.cache.stats().free_blocks == free
         explanation = self.cache.explain(lease.request_id)
+        assert explanation == lease.explanation
+        assert (explanation.session, sum(explanation.by_rung.values())) == (session, expected)
         assert explanation.num_cached_tokens == expected
         assert (explanation.reason == "skipped") == (not reuse)
         if explanation.reason == "full_hit":
@@ -123,18 +128,21 @@ class ManagerMachine(PinRules):
         assert (explanation.reason == "window_cut") == (reuse and expected < num_known)
         self.leases.append(lease)
 
-    @rule(data=st.data(), namespace=NAMESPACES, keep=st.booleans())
-    def serve(self, data: st.DataObject, namespace: str, keep: bool) -> None:
+    @rule(data=st.data(), namespace=NAMESPACES, keep=st.booleans(), session=SESSIONS)
+    def serve(self, data: st.DataObject, namespace: str, keep: bool, session: str | None) -> None:
         """A whole prefill: match, reserve, write, commit; the lease ends at once or goes on living."""
         prompt = self._prompt(data)
         layers = draw_layers(data, len(prompt), namespace)
         self.num_requests += 1
-        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, layers=layers)
+        lease = self.cache.lease(prompt, f"r{self.num_requests}", namespace, layers=layers, session=session)
+        self.name_session(lease.request_id, namespace, session)
+        self.note_use(lease)
         if not lease.try_reserve(len(prompt) + 1):
             lease.release()
             return
         self.memory.write(lease, lease.num_cached_tokens, len(prompt))
         lease.commit(len(prompt))
+        self.note_use(lease)
         if lease.stores:
             whole = len(prompt) // self.size * self.size
             assert self.mirror.num_known([*prompt, 9], namespace, layers) == whole
@@ -153,6 +161,7 @@ class ManagerMachine(PinRules):
         stats = self.cache.stats()
         needed = max(0, -(-target // self.size) - lease.num_blocks) * self.num_lanes
         table = lease.block_table.tolist()
+        expendable, stored = self.expendable(), set(self.mirror.blocks)
         try:
             lease.reserve(target)
         except OutOfBlocks as error:
@@ -162,6 +171,7 @@ class ManagerMachine(PinRules):
             assert not lease.try_reserve(target)
         else:
             assert needed <= stats.free_blocks + stats.evictable_blocks
+            self.check_order(expendable, stored)
             assert lease.num_reserved_tokens == target
             after = self.cache.stats()
             evicted = after.evicted_tokens - stats.evicted_tokens
@@ -237,6 +247,7 @@ class ManagerMachine(PinRules):
             assert parent.num_committed_tokens % self.size
             return
         self.memory.copy_blocks(child.copies)
+        self.user_of[child.request_id] = self.user_of[parent.request_id]
         assert child.token_ids.tolist() == parent.token_ids.tolist()
         assert child.num_committed_tokens == parent.num_committed_tokens
         self.leases.append(child)
@@ -282,7 +293,9 @@ class ManagerMachine(PinRules):
     @rule()
     def maintain(self) -> None:
         """Upkeep never touches what is held or pinned (the invariants say so)."""
+        expendable, stored = self.expendable(), set(self.mirror.blocks)
         self.cache.maintain()
+        self.check_order(expendable, stored)
 
     @precondition(lambda self: self.num_requests % 8 == 7)
     @rule(namespace=st.sampled_from([None, "", "a", "s"]), include_pins=st.booleans())
@@ -357,4 +370,5 @@ class ManagerMachine(PinRules):
         assert stats.evicted_tokens == self.mirror.num_removed_tokens["evicted"]
         assert stats.slid_out_blocks == self.mirror.num_removed_alone
         self.check_pins()
+        self.check_sessions()
         self.before = stats

@@ -132,6 +132,8 @@ async def explain_request(request_id: str, context: Context, caller: AnyCaller) 
     explanation = context.cache.explain(request_id=known)
     if explanation.reason == "other_namespace" and not caller.may_know_of_others:
         explanation = replace(explanation, reason="never_seen", message=_NOTHING_OF_YOURS)
+    if not caller.may_know_of_others:  # what is stored there may be another client's
+        explanation = replace(explanation, stored_tokens=())
     drift = context.directory.drift_of(known)
     answer = {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
     return {**answer, "drift": drift and drift.as_answer()}
