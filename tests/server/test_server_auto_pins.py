@@ -62,12 +62,12 @@ async def test_rules_are_the_operators(make_server):
     """A key with a namespace of its own neither changes the rules, which are everybody's, nor sees the namespaces of
     others in them; with an admin key only that changes them."""
     keys = (ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second"))
-    own = {"namespaces": {'key="one"': None, 'key="two"/salt="s"': None}}
+    own = {"namespaces": {'tenant="one"': None, 'tenant="two"/salt="s"': None}}
     server = await make_server(settings=ServerSettings(admin_key="root", api_keys=keys))
     root, one = {"Authorization": "Bearer root"}, {"Authorization": "Bearer k1"}
     await server.put(AUTO, {"mode": "on", **own}, **root)
     await server.put(AUTO, {"mode": "off"}, 403, **one)
-    assert [*(await server.get(AUTO, **one))["namespaces"]] == ['key="one"']
+    assert [*(await server.get(AUTO, **one))["namespaces"]] == ['tenant="one"']
     assert (await server.get(AUTO, **root))["mode"] == "on"
     server = await make_server(settings=ServerSettings(api_keys=keys))
     await server.put(AUTO, {"mode": "on"}, 403, **one)
@@ -87,8 +87,8 @@ async def test_candidates_are_shown_to_their_own(make_server):
             body = {"prompt": [7] * 200, "max_tokens": 1}
             await server.post("/v1/completions", body, Authorization=f"Bearer {key}")
     names = {one["namespace"] for one in (await server.get(AUTO, **root))["candidates"]}
-    assert names == {'key="one"', 'key="two"'}
+    assert names == {'tenant="one"', 'tenant="two"'}
     (first, *_) = own = (await server.get(AUTO, Authorization="Bearer k1"))["candidates"]
-    assert {one["namespace"] for one in own} == {'key="one"'}
+    assert {one["namespace"] for one in own} == {'tenant="one"'}
     assert (first["num_tokens"] > 32, first["requests_per_second"] > 0, first["is_pinned"]) == (True, True, False)
     assert await server.pins(**root) == []

@@ -205,7 +205,7 @@ async def test_owners_are_those_who_ask(make_server):
     for key in ("k1", "k2", "k1"):
         await server.post(COMPLETIONS, body, Authorization=f"Bearer {key}")
     pins = await server.pins(Authorization="Bearer root")
-    assert [(pin["owner"], pin["namespace"]) for pin in pins] == [("first", 'key="one"'), ("second", 'key="two"')]
+    assert [(pin["owner"], pin["namespace"]) for pin in pins] == [("first", 'tenant="one"'), ("second", 'tenant="two"')]
     assert [pin["owner"] for pin in await server.pins(Authorization="Bearer k2")] == ["second"]
 
 

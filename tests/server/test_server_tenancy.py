@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
+from looseleaf.core.namespaces import namespace_of
 from looseleaf.errors import ConfigError
 from looseleaf.server import ApiKey, ServerSettings
-from looseleaf.server.auth import belongs_to_key, combine_namespace, shown_name
+from looseleaf.server.auth import Caller, shown_name
 
 pytestmark = pytest.mark.anyio
 
@@ -16,34 +15,26 @@ TEXT = "the same prompt of several blocks, sent by different people"
 COMPLETIONS = "/v1/completions"
 
 
-def test_parts_of_a_namespace_cannot_be_confused():
-    """[T134] Key and salt are typed and quoted: no two different combinations give the same namespace; None differs
-    from ""."""
-    values = [None, "", "X", "org_1", "org_12", "2345", "345", 'X"', '"', "/", '/salt="X"', "key", "ü", "\\"]
-    combined = [combine_namespace(key=key, salt=salt) for key, salt in itertools.product(values, values)]
-    assert len(set(combined)) == len(combined)
-    assert combine_namespace() == ""
-
-
 def test_divisions_of_a_key_belong_to_it_alone():
-    """A namespace belongs to a key if it is the key's own or a division of it, whatever strings the salts are."""
-    assert belongs_to_key(combine_namespace(key="a"), "a")
-    assert belongs_to_key(combine_namespace(key="a", salt="b"), "a")
-    for other in (combine_namespace(key="ab"), combine_namespace(salt="a"), "", combine_namespace(salt='key="a"/')):
-        assert not belongs_to_key(other, "a")
+    """[T134] A namespace belongs to a key if it is the key's own or a division of it, whatever strings the salts are.
+    How the parts are told apart is tested in tests/core/test_namespaces.py."""
+    caller = Caller("a", key_namespace="a", is_admin=False)
+    assert all(caller.may_see(caller.namespace(salt)) for salt in (None, "", "b"))
+    for key, salt in (("ab", None), (None, "a"), (None, None), (None, 'tenant="a"/'), ("", "a")):
+        assert not caller.may_see(Caller("", key_namespace=key, is_admin=False).namespace(salt))
 
 
 def test_a_salt_is_never_shown():
     """What anybody may be told of a namespace names the key, and of a salt only a digest, the same for the same
     salt."""
     assert shown_name("") == "default"
-    assert shown_name(combine_namespace(key="a")) == "key=a"
+    assert shown_name(namespace_of(tenant="a")) == "tenant=a"
     for salt in ("s3cret", 's3cret"', "/salt=s3cret", "\\s3cret"):
         for key in (None, "k", 'k"/salt="', "\\"):
-            name = shown_name(combine_namespace(key=key, salt=salt))
+            name = shown_name(namespace_of(tenant=key, salt=salt))
             assert "s3cret" not in name
             assert "salt#" in name
-            assert name == shown_name(combine_namespace(key=key, salt=salt))
+            assert name == shown_name(namespace_of(tenant=key, salt=salt))
     assert shown_name("what a library user calls s3cret") == shown_name("what a library user calls s3cret") != "s3cret"
 
 

@@ -8,8 +8,9 @@ import re
 
 import pytest
 
+from looseleaf.core.namespaces import namespace_of
 from looseleaf.server import ApiKey, ServerSettings
-from looseleaf.server.auth import combine_namespace, shown_name
+from looseleaf.server.auth import shown_name
 
 pytestmark = pytest.mark.anyio
 
@@ -148,7 +149,7 @@ async def test_hit_rates_of_namespaces_are_those_of_their_answers(make_server, p
         body["stream_options"] = {"include_usage": True}
         response = await server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
         answer = json.loads(response.text.split("data: ")[-2]) if stream else response.json()
-        name = shown_name(combine_namespace(key={"k1": "one", "k2": "two"}[key], salt=salt))
+        name = shown_name(namespace_of(tenant={"k1": "one", "k2": "two"}[key], salt=salt))
         counts = expected.setdefault(name, [0, 0])
         counts[0] += answer["usage"]["prompt_tokens"]
         counts[1] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]

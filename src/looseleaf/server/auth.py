@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import json
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from looseleaf.core.namespaces import account_of, namespace_of
 from looseleaf.server.errors import ApiError
 from looseleaf.server.past_turns import Drift
 from looseleaf.server.settings import ServerSettings
@@ -17,27 +17,11 @@ _MAX_REMEMBERED_REQUESTS = 20_000
 _PART = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
 
-def combine_namespace(*, key: str | None = None, salt: str | None = None) -> str:
-    """The cache namespace of a client's key and of the salt in the body; without both the default one, "".
-
-    Each part carries its type and is quoted as JSON, so that no two combinations coincide: key "x" and salt "x" differ,
-    as do ("a", "bc") and ("ab", "c"). A part that is absent (None) differs from an empty one.
-    """
-    parts = [f"{label}={json.dumps(value)}" for label, value in (("key", key), ("salt", salt)) if value is not None]
-    return "/".join(parts)
-
-
 def shown_name(namespace: str) -> str:
     """What anybody may be told of a namespace: its parts as they are, but of a salt, which opens it, a digest only."""
     parts = _PART.findall(namespace)
     shown = (f"{label}#{hidden_name(value)}" if label == "salt" else f"{label}={value}" for label, value in parts)
     return "/".join(shown) or hidden_name(namespace)
-
-
-def belongs_to_key(namespace: str, key: str) -> bool:
-    """True if `namespace` is that of `key` or a division of it by a salt."""
-    own = combine_namespace(key=key)
-    return namespace == own or namespace.startswith(own + "/")
 
 
 @dataclass(frozen=True)
@@ -55,11 +39,11 @@ class Caller:
 
     def namespace(self, cache_salt: str | None) -> str:
         """The cache namespace of a request: the key's own comes first, the salt divides it further."""
-        return combine_namespace(key=self.key_namespace, salt=cache_salt)
+        return namespace_of(tenant=self.key_namespace, salt=cache_salt)
 
     def may_see(self, namespace: str) -> bool:
         """True if what lives in `namespace` is the caller's business."""
-        return self.key_namespace is None or belongs_to_key(namespace, self.key_namespace)
+        return self.key_namespace is None or account_of(namespace) == namespace_of(tenant=self.key_namespace)
 
     def may_know(self, namespace: str) -> bool:
         """True if the caller may be told the name of `namespace`, which holds the salt that opens it."""
