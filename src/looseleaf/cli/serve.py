@@ -97,7 +97,9 @@ def serve(
     auto_pin_min_tokens: MinTokensOption = str(RULE.min_tokens),
     auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     reserve_pages: ReservePagesOption = None,
-    policy: Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")] = CacheConfig.policy,
+    policy: Annotated[
+        str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")
+    ] = CacheConfig.policy,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")

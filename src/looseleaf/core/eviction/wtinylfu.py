@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from looseleaf.core.eviction.policy import StoredRun, Use
 from looseleaf.core.eviction.queues import QueuePolicy
@@ -21,6 +20,8 @@ PROTECTED_SHARE = 0.8
 
 MAX_COUNT = 15
 
+_MASK = 2**64 - 1
+
 SAMPLE = 10
 """Counts halve after so many touched blocks per block of the pool."""
 
@@ -30,34 +31,36 @@ class CountMinSketch:
     Muthukrishnan, "An improved data stream summary: the count-min sketch", 2005)."""
 
     def __init__(self, num_cells: int) -> None:
-        self._num_bits = max(6, (num_cells - 1).bit_length())
-        self._rows: npt.NDArray[np.uint8] = np.zeros((4, 1 << self._num_bits), dtype=np.uint8)
-        self._factors = np.random.PCG64(0x5CE7C4).random_raw(4)[:, None] | np.uint64(1)
-        self._row_numbers = np.arange(4)[:, None]
+        num_bits = max(6, (num_cells - 1).bit_length())
+        self._shift = 64 - num_bits
+        self._rows = [bytearray(1 << num_bits) for _ in range(4)]
+        self._factors = [int(number) | 1 for number in np.random.PCG64(0x5CE7C4).random_raw(4)]
 
     def add(self, keys: Sequence[int]) -> None:
-        """Count each of the keys once more. A few array operations."""
-        cells = self._row_numbers, self._cells(keys)
-        self._rows[cells] = np.minimum(self._rows[cells] + 1, MAX_COUNT)
+        """Count each of the keys once more; those that share a cell here count once there. Some array operations."""
+        hashes = np.array(keys, dtype=np.int64).view(np.uint64)
+        for row, factor in zip(self._rows, self._factors, strict=True):
+            cells = (hashes * np.uint64(factor)) >> np.uint64(self._shift)
+            counts = np.frombuffer(row, dtype=np.uint8)
+            counts[cells] = np.minimum(counts[cells] + 1, MAX_COUNT)
 
     def raise_to(self, key: int, count: int) -> None:
         """Count a key no less than `count`."""
-        cells = self._row_numbers, self._cells([key])
-        self._rows[cells] = np.maximum(self._rows[cells], min(count, MAX_COUNT))
+        for row, cell in zip(self._rows, self._cells(key), strict=True):
+            row[cell] = max(row[cell], min(count, MAX_COUNT))
 
     def count(self, key: int) -> int:
-        """How often a key was counted, at most."""
-        return int(self._rows[self._row_numbers, self._cells([key])].min())
+        """How often a key was counted, or more."""
+        return min(row[cell] for row, cell in zip(self._rows, self._cells(key), strict=True))
 
     def halve(self) -> None:
         """Halve all counts."""
-        self._rows >>= 1
+        for row in self._rows:
+            counts = np.frombuffer(row, dtype=np.uint8)
+            counts >>= 1
 
-    def _cells(self, keys: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """int [4, keys]."""
-        hashes = np.array(keys, dtype=np.int64).view(np.uint64) * self._factors
-        cells: npt.NDArray[np.uint64] = hashes >> np.uint64(64 - self._num_bits)
-        return cells
+    def _cells(self, key: int) -> list[int]:
+        return [(key * factor & _MASK) >> self._shift for factor in self._factors]
 
 
 class WTinyLFUPolicy(QueuePolicy):
@@ -82,6 +85,11 @@ class WTinyLFUPolicy(QueuePolicy):
         self._era = 0
         self._eras: dict[int, int] = {}
         self._num_touched_blocks = 0
+
+    def resize(self, num_blocks: int) -> None:
+        """The shares follow; a new sketch, which knows nothing of what is not stored."""
+        super().resize(num_blocks)
+        self._sketch = CountMinSketch(num_blocks)
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """Enters the window with the count of its key."""
@@ -125,10 +133,11 @@ class WTinyLFUPolicy(QueuePolicy):
             oldest = self.front(WINDOW)
             assert oldest is not None  # it has blocks
             main = self._main_victim()
-            if self.runs[oldest].depth_blocks is not None and (
-                main is None or self._count(oldest) <= self._count(main)
-            ):
-                return oldest
+            if self.runs[oldest].depth_blocks is not None:
+                deepest = self.front_offered(WINDOW)  # of those that are as old
+                if main is None or deepest is None or self._count(deepest) <= self._count(main):
+                    return deepest
+                oldest = deepest
             self.move(oldest, PROBATION, self.back())
         main = self._main_victim()
         return self.front_offered(WINDOW) if main is None else main
