@@ -10,6 +10,7 @@ from looseleaf.core.events import BlocksMoved, BlocksRemoved, BlocksStored
 from looseleaf.core.explain import Explanation
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager, PrefixMatch
+from looseleaf.core.misses import MissSummary
 from looseleaf.core.moving import CompactionResult, ResizeResult
 from looseleaf.core.namespaces import NamespaceLayer, namespace_of
 from looseleaf.core.pin_record import Pin
@@ -70,6 +71,7 @@ __all__ = [
     "LeaseClosed",
     "LifecycleError",
     "LooseleafError",
+    "MissSummary",
     "ModelError",
     "NamespaceLayer",
     "OutOfBlocks",

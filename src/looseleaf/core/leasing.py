@@ -399,7 +399,7 @@ class LeaseDesk:
             self._check_open(lease, "note_in_flight")
             if not 0 <= num_tokens <= lease.finding.num_cached_tokens:
                 raise RequestError(f"{num_tokens} of {lease.num_cached_tokens} cached tokens can't have been in flight")
-            lease.finding.num_in_flight_tokens = num_tokens
+            self._store.misses.note_in_flight(lease.namespace, lease.finding, num_tokens)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

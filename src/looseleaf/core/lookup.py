@@ -36,6 +36,8 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> tupl
     num_tokens, now = len(data) // TOKEN_BYTES, clock()
     if not query.reuse:
         finding = Finding("skipped", num_tokens, at_seconds=now, session=query.session)
+        if query.is_counted:
+            store.misses.record(query.tenancy.namespace, finding)
         return root, store.tree.no_blocks.copy(), finding
     if query.session is not None:
         num_prompt_tokens = num_tokens if query.earlier is None else query.earlier.num_prompt_tokens
@@ -55,6 +57,7 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> tupl
         store.sessions.supersede(query.request, node, data)
     if query.is_counted:
         _count(store, finding)
+        store.misses.record(query.tenancy.namespace, finding)
     return node, table, query.earlier or finding
 
 

@@ -19,6 +19,7 @@ from looseleaf.core.history import History
 from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
 from looseleaf.core.leasing import LeaseDesk, ReleaseGain
+from looseleaf.core.misses import MissSummary
 from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_desk import PinDesk, PinWish
@@ -417,6 +418,12 @@ class CacheManager:
             if lease is not None:
                 return lease.explanation
             return self._history.require(request_id).finding.explain(self.plan.block_tokens)
+
+    def miss_summary(self, since_seconds: float | None = None, namespace: Namespace | None = None) -> MissSummary:
+        """Where misses came from: tokens and requests by reason, over all look-ups or those of the last so many seconds
+        (whole minutes, hours when it is long), of all namespaces or one. Without arguments its sums are `stats()`'s."""
+        with self._lock:
+            return self._store.misses.summary(since_seconds, namespace, self._clock())
 
     def clear(self, namespace: Namespace | None = None, *, include_pins: bool = False) -> ClearResult:
         """Forget what is cached and neither held nor pinned, in one namespace or in all (None).

@@ -15,6 +15,7 @@ from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import EvictionPolicy, Use
 from looseleaf.core.forgotten import CLEARED, EVICTED, EXPENDED, ForgottenTable
+from looseleaf.core.misses import MissLog
 from looseleaf.core.namespaces import Border
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
@@ -75,6 +76,7 @@ class BlockStore:
         self.pressure = Pressure(plan.num_blocks)
         self.sessions = SessionBook(self.tree, self.victims)
         self.counters = Counters()
+        self.misses = MissLog(plan.block_tokens, clock())
         self.auto_pins: AutoPinner | None = None
         self.on_event = on_event
         self.tick = 0
