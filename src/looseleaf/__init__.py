@@ -8,6 +8,7 @@ from __future__ import annotations
 from looseleaf.core.config import CacheConfig, CachePlan, LayerGroup
 from looseleaf.core.events import BlocksMoved, BlocksRemoved, BlocksStored
 from looseleaf.core.explain import Explanation
+from looseleaf.core.inspection import StoredPart
 from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager, PrefixMatch
 from looseleaf.core.misses import MissSummary
@@ -85,6 +86,7 @@ __all__ = [
     "ResizeResult",
     "Session",
     "SessionEnd",
+    "StoredPart",
     "TierError",
     "TierUnavailable",
     "TruncateBelowCommitted",

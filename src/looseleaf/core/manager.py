@@ -16,6 +16,7 @@ from looseleaf.core.events import EventListener
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.explain import Explanation
 from looseleaf.core.history import History
+from looseleaf.core.inspection import StoredPart, stored_parts
 from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
 from looseleaf.core.leasing import LeaseDesk, ReleaseGain
@@ -418,6 +419,31 @@ class CacheManager:
             if lease is not None:
                 return lease.explanation
             return self._history.require(request_id).finding.explain(self.plan.block_tokens)
+
+    def inspect(
+        self,
+        prompt: Tokens | None = None,
+        namespace: Namespace = "",
+        *,
+        request_id: RequestId | None = None,
+        layers: Sequence[NamespaceLayer] = (),
+    ) -> list[StoredPart]:
+        """What is stored of a prompt, or of what a live or finished request has committed, run by run, and what the
+        eviction policy thinks of each. Read-only.
+
+        Raises:
+            InvalidTokens, UnknownRequest: as `lease`, as `pin`.
+            RequestError: neither or both of prompt and request_id; layers that do not fit together, or the prompt.
+        """
+        if (prompt is None) == (request_id is None):
+            raise RequestError("inspect needs a prompt or a request_id, one of both")
+        with self._lock:
+            if request_id is not None:
+                tenancy, data, _ = self._pins.committed_by(request_id, "all")
+            elif prompt is not None:
+                data = pack_tokens(prompt)
+                tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self.plan.block_tokens)
+            return stored_parts(self._store, data, tenancy, self._clock())
 
     def miss_summary(self, since_seconds: float | None = None, namespace: Namespace | None = None) -> MissSummary:
         """Where misses came from: tokens and requests by reason, over all look-ups or those of the last so many seconds

@@ -99,7 +99,7 @@ class PinDesk:
         self._store.expire_pins()
         if data is None:
             assert request_id is not None  # checked above
-            tenancy, data, num_tokens = self._committed_by(request_id, wish.part)
+            tenancy, data, num_tokens = self.committed_by(request_id, wish.part)
         else:
             num_tokens = len(data) // TOKEN_BYTES
             tenancy = Tenancy.of(namespace, layers, num_tokens, self._store.plan.block_tokens)
@@ -200,7 +200,8 @@ class PinDesk:
         self._store.expire_pins()
         return list(self._store.pins.past)
 
-    def _committed_by(self, request_id: RequestId, part: str) -> tuple[Tenancy, bytes, int]:
+    def committed_by(self, request_id: RequestId, part: str) -> tuple[Tenancy, bytes, int]:
+        """What a request has committed, or of its prompt: where it is stored, its packed whole blocks, its length."""
         lease = self._desk.live.get(request_id)
         if lease is not None:
             tenancy, data = lease.tenancy, self._desk.committed_blocks(lease)

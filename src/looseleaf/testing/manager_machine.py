@@ -376,4 +376,7 @@ class ManagerMachine(SessionRules):
         assert stats.slid_out_blocks == self.mirror.num_removed_alone
         self.check_pins()
         self.check_sessions()
+        told = self.cache.miss_summary()
+        assert (told.query_tokens, told.hit_tokens) == (stats.query_tokens, stats.hit_tokens)
+        assert told.query_tokens == told.hit_tokens + sum(told.missed_tokens.values())
         self.before = stats
