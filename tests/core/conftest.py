@@ -25,6 +25,7 @@ def make(clock: ManualClock) -> Iterator[MakeCache]:
     def make_cache(
         num_blocks: int = 32, block_tokens: int = 4, blocks_per_page: int = 1, **settings: object
     ) -> CacheManager:
+        settings.setdefault("policy", "lru")  # an order that tests can foretell
         config = CacheConfig(
             num_pages=num_blocks // blocks_per_page,
             page_tokens=block_tokens * blocks_per_page,

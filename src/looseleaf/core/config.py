@@ -99,7 +99,7 @@ class CacheConfig:
     num_pages: int
     page_tokens: int = 256
     block_tokens: int = 16
-    policy: str = "lru"
+    policy: str = "adaptive"
     pin_quota: float = 0.30
     reserve_pages: int = 0
     groups: tuple[LayerGroup, ...] = (LayerGroup("full"),)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from looseleaf.core.tokens import Tokens
-from looseleaf.ids import Int32Array, Namespace, RequestId
+from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
 
 if TYPE_CHECKING:
     from looseleaf.core.explain import Explanation, Finding
@@ -29,8 +29,8 @@ class Lease:
     """
 
     __slots__ = (
-        "copies", "desk", "expected_ends", "expected_tokens", "finding", "first_rows", "head", "is_open",
-        "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
+        "copies", "cuts", "desk", "expected_ends", "expected_tokens", "finding", "first_rows", "head", "is_open",
+        "missed_keys", "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
         "opened_tick", "own_node", "request_id", "row", "stores", "table", "tenancy", "views",
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ class Lease:
         self.first_rows = first_rows  # the logical block with which each group begins
         self.opened_tick = opened_tick
         self.expected_tokens: int | None = None
+        self.missed_keys: Int64Array | None = None  # chain keys of the prompt's blocks that were not found
+        self.cuts: list[int] = []  # logical blocks at which another run begins when they are stored
         self.expected_ends: set[int] = set()  # logical blocks behind which others will go on
         self.num_cached_tokens = self.num_prompt_tokens = 0
         self.stores = stores

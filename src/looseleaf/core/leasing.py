@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from looseleaf.core.config import GroupPlan
 from looseleaf.core.explain import Finding
+from looseleaf.core.gains import ReleaseGain, release_gain
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable, present, read_only
@@ -29,15 +29,6 @@ from looseleaf.errors import (
     TruncateBelowCommitted,
 )
 from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
-
-
-@dataclass(frozen=True)
-class ReleaseGain:
-    """What releasing a lease now would give. `num_blocks`: blocks that become free or evictable, in all lanes.
-    `num_lost_tokens`: committed tokens from the first that no other lease and no hard pin keeps."""
-
-    num_blocks: int
-    num_lost_tokens: int
 
 
 class LeaseDesk:
@@ -81,9 +72,11 @@ class LeaseDesk:
             earlier = None if count_lookup else self._history.get(request_id)
             first = None if earlier is None else earlier.finding
             query = Query(data, tenancy, number, reuse, count_lookup, session, first)
-            node, table, finding = look_up(self._store, query, self._clock)
+            found = look_up(self._store, query, self._clock)
+            node, table, finding = found.node, found.table, found.finding
             firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
             lease = self._make(request_id, number, tenancy, node, data, num_tokens, table, reuse, finding, firsts)
+            lease.missed_keys, lease.cuts = found.missing.keys, list(found.missing.cuts)
             num_cached = len(table) * self._block_tokens
             lease.num_cached_tokens = num_cached
             lease.expected_tokens = expected_tokens
@@ -252,6 +245,7 @@ class LeaseDesk:
             if num_tokens < rows.num_committed[row]:
                 raise TruncateBelowCommitted(num_tokens, int(rows.num_committed[row]))
             if num_tokens < rows.num_tokens[row]:
+                lease.missed_keys = None  # other tokens may follow
                 num_head = num_tokens // self._block_tokens * self._block_bytes
                 data = bytes(lease.head[num_head:]) + self._tail(lease)
                 del lease.head[num_head:]
@@ -370,16 +364,9 @@ class LeaseDesk:
         with self._lock:
             self._rows_of(leases, "release_gains")
             self._store.expire_pins()
-            return [self._release_gain(lease) for lease in leases]
-
-    def _release_gain(self, lease: Lease) -> ReleaseGain:
-        ledger = self._store.ledger
-        table = lease.table[: lease.num_blocks]
-        is_alone = (table != ABSENT) & (ledger.refs[table] == 1) & ~ledger.protected[table]
-        lost = np.flatnonzero(is_alone.any(axis=1))
-        num_kept = int(lost[0]) * self._block_tokens if len(lost) else lease.num_blocks * self._block_tokens
-        num_committed = int(self.rows.num_committed[lease.row])
-        return ReleaseGain(int(np.count_nonzero(is_alone)), max(0, num_committed - num_kept))
+            ledger, size = self._store.ledger, self._block_tokens
+            known = [(lease.table[: lease.num_blocks], int(self.rows.num_committed[lease.row])) for lease in leases]
+            return [release_gain(ledger, table, num_committed, size) for table, num_committed in known]
 
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""
@@ -409,10 +396,12 @@ class LeaseDesk:
         if last == first:
             return
         if lease.stores:
-            data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
-            rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
-            holder = Holder(lease.own_node, lease.opened_tick, lease.number, is_padded, lease.tenancy.borders)
-            lease.node, lease.own_node = self._store.add(lease.node, data, rows, holder)
+            while lease.cuts and lease.cuts[0] <= last:
+                cut = lease.cuts.pop(0)
+                self._store_rows(lease, first, cut, False)
+                lease.node.sealed = True
+                first = cut
+            self._store_rows(lease, first, last, is_padded)
             for end in [end for end in lease.expected_ends if end <= last]:
                 lease.expected_ends.remove(end)
                 self._store.mark_end(lease.node, end)
@@ -421,6 +410,17 @@ class LeaseDesk:
                 self._slide(lease, number, group, last)
         lease.views = None
         self._sync(lease)
+
+    def _store_rows(self, lease: Lease, first: int, last: int, is_padded: bool) -> None:
+        """Store the logical blocks `first` to `last` (exclusive) of a lease."""
+        if first == last:
+            return
+        data = bytes(lease.head[first * self._block_bytes : last * self._block_bytes])
+        rows = lease.table[first:last]  # a view: where an equal run is stored already, its ids are written here
+        keys, behind = lease.missed_keys, lease.num_cached_tokens // self._block_tokens
+        keys = None if keys is None or last - behind > len(keys) else keys[first - behind : last - behind]
+        holder = Holder(lease.own_node, lease.opened_tick, lease.number, is_padded, lease.tenancy.borders, keys)
+        lease.node, lease.own_node = self._store.add(lease.node, data, rows, holder)
 
     def expect_end(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.expect_end`."""

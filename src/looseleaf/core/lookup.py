@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from looseleaf.core.auto_pins import LookUp
@@ -11,7 +11,7 @@ from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node
-from looseleaf.ids import Int32Array
+from looseleaf.ids import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,35 @@ class Query:
     earlier: Finding | None
 
 
-def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> tuple[Node, Int32Array, Finding]:
-    """Find the longest usable prefix and hold it: the last node held, the block table of its path, and why there is no
-    more (of a request that comes back: why there was no more at first)."""
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The blocks behind what was found. `keys`: their chain keys, int64 [n], None where nobody asked for them. `cuts`:
+    the logical blocks at which another run begins when they are stored."""
+
+    keys: Int64Array | None = None
+    cuts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look-up holds: the last `node` and the block `table` of its path. `missing` is what lies behind it,
+    `finding` says why (of a request that comes back: why at first)."""
+
+    node: Node
+    table: Int32Array
+    finding: Finding
+    missing: Missing
+
+
+def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Found:
+    """Find the longest usable prefix and hold it."""
     root, data = store.tree.root(query.tenancy.root), query.data
     num_tokens, now = len(data) // TOKEN_BYTES, clock()
     if not query.reuse:
         finding = Finding("skipped", num_tokens, at_seconds=now, session=query.session)
         if query.is_counted:
             store.misses.record(query.tenancy.namespace, finding)
-        return root, store.tree.no_blocks.copy(), finding
+        return Found(root, store.tree.no_blocks.copy(), finding, Missing())
     if query.session is not None:
         num_prompt_tokens = num_tokens if query.earlier is None else query.earlier.num_prompt_tokens
         is_first = query.is_counted
@@ -52,13 +71,13 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> tupl
     finding = explain_lookup(store.tree, store.forgotten, node, data, query.tenancy, cut, moment)
     finding.session = query.session
     _tell_pins(store, query, root, node, finding)
-    _tell_others(store, query, node, used_at, found.num_known_blocks, finding)
+    missing = _tell_others(store, query, node, used_at, found.num_known_blocks, finding)
     if query.session is not None and query.is_counted:
         store.sessions.supersede(query.request, node, data)
     if query.is_counted:
         _count(store, finding)
         store.misses.record(query.tenancy.namespace, finding)
-    return node, table, query.earlier or finding
+    return Found(node, table, query.earlier or finding, missing)
 
 
 def _count(store: BlockStore, finding: Finding) -> None:
@@ -86,18 +105,19 @@ def _tell_pins(store: BlockStore, query: Query, root: Node, node: Node, finding:
 
 def _tell_others(
     store: BlockStore, query: Query, node: Node, used_at: list[float], num_known_blocks: int, finding: Finding
-) -> None:
+) -> Missing:
     """What is missing is told to the policy, to pins that cost it, and to automatic pinning."""
     uses_keys = store.victims.policy.uses_keys
     if not (uses_keys or finding.reason in ("evicted", "cleared") or store.auto_pins is not None):
-        return
+        return Missing()
     block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
     num_usable = (finding.num_prompt_tokens - 1) // block_tokens
     rest = query.data[node.end * block_bytes : num_usable * block_bytes]
     keys = store.forgotten.keys_behind(node, rest, query.tenancy.borders)
     run = store.forgotten.evicted_run(keys)
+    cuts: Sequence[int] = ()
     if uses_keys:
-        store.victims.on_missed(keys.tolist(), store.next_use(query.request))
+        cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request))
     if finding.reason == "cleared":
         finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens
     if finding.reason == "evicted":
@@ -110,3 +130,4 @@ def _tell_others(
                 query.tenancy, query.data, node.path(), ends, used_at, keys, run, num_known_blocks, finding.at_seconds
             )
         )
+    return Missing(keys, [node.end + number for number in cuts])

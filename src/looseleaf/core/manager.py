@@ -15,11 +15,12 @@ from looseleaf.core.config import CacheConfig, CachePlan, check_share
 from looseleaf.core.events import EventListener
 from looseleaf.core.eviction import POLICIES
 from looseleaf.core.explain import Explanation
+from looseleaf.core.gains import ReleaseGain
 from looseleaf.core.history import History
 from looseleaf.core.inspection import StoredPart, stored_parts
 from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
-from looseleaf.core.leasing import LeaseDesk, ReleaseGain
+from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.misses import MissSummary
 from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy

@@ -28,7 +28,7 @@ from looseleaf.core.tokens import unpack_tokens
 from looseleaf.core.tree import ABSENT, Match, Node, PrefixTree
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import OutOfBlocks
-from looseleaf.ids import Int32Array, Namespace
+from looseleaf.ids import Int32Array, Int64Array, Namespace
 
 MAX_GROWING_BLOCKS = 64
 """A run is lengthened in place up to this length only, since that copies it: growing by a block then costs O(1)."""
@@ -48,13 +48,14 @@ class Usable:
 class Holder:
     """Who stores blocks. own_node: it made the node behind which it stores. opened_tick: when its lease was made.
     request: its number for the policy. is_padded: the last block stored is not full of tokens. borders: where its
-    prompt changes to another namespace."""
+    prompt changes to another namespace. keys: chain keys of what it stores, where they are known already."""
 
     own_node: bool
     opened_tick: int
     request: int
     is_padded: bool = False
     borders: Sequence[Border] = ()
+    keys: Int64Array | None = None
 
 
 class BlockStore:
@@ -183,8 +184,8 @@ class BlockStore:
             node.last_tick, node.last_used_at = use.tick, use.seconds
             if node.session is not None:
                 self.sessions.on_used(node, request)
-        self.victims.on_hit(path, use)
         self.victims.review(path[-1])
+        self.victims.on_hit(path, use)
 
     def _first_needed(self, num_blocks: int) -> list[int]:
         return [group.first_needed_block(num_blocks) for group in self.plan.groups]
@@ -232,7 +233,8 @@ class BlockStore:
             child = self.tree.continuations(node, namespace).get(data[at * size : (at + 1) * size])
             if child is None:
                 run = data[at * size : stop * size]
-                part = holder if stop == len(blocks) else replace(holder, is_padded=False)
+                keys = None if holder.keys is None else holder.keys[at:stop].copy()
+                part = replace(holder, is_padded=holder.is_padded and stop == len(blocks), keys=keys)
                 node, at = self._add_new(node, run, blocks[at:stop].copy(), part, namespace), stop
                 holder = replace(holder, own_node=True)
                 continue
@@ -299,6 +301,7 @@ class BlockStore:
             leaf.last_tick, leaf.last_used_at = use.tick, use.seconds
             if self.sliding:
                 leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
+            leaf.chain_keys = holder.keys
             key = int(self.forgotten.keys_of(leaf)[0]) if self.victims.policy.uses_keys else 0
             self.victims.on_stored(leaf, use, key, holder.is_padded)
             self.sessions.on_stored(leaf, holder.request)

@@ -40,9 +40,9 @@ class VictimQueue:
         """A request reuses these runs, root side first."""
         self.policy.hit([node.id for node in path], use)
 
-    def on_missed(self, keys: Sequence[int], use: Use) -> None:
-        """Chain keys of what a request did not find."""
-        self.policy.missed(keys, use)
+    def on_missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
+        """Chain keys of what a request did not find. At which of them another run begins when it is stored."""
+        return self.policy.missed(keys, use)
 
     def on_released(self, path: Sequence[Node], use: Use, num_output_tokens: int) -> None:
         """A request over these runs, root side first, has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from looseleaf.core.eviction.adaptive import AdaptivePolicy
 from looseleaf.core.eviction.cost import CostPolicy
 from looseleaf.core.eviction.fifo import FIFOPolicy
 from looseleaf.core.eviction.lfu import LFUPolicy
@@ -19,6 +20,7 @@ from looseleaf.core.eviction.wtinylfu import WTinyLFUPolicy
 
 BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType(
     {
+        AdaptivePolicy.name: AdaptivePolicy,
         LRUPolicy.name: LRUPolicy,
         FIFOPolicy.name: FIFOPolicy,
         LFUPolicy.name: LFUPolicy,

@@ -23,8 +23,9 @@ class PlainPolicy:
     def extend(self, node_id: int, num_blocks: int) -> None:
         """Changes nothing."""
 
-    def missed(self, keys: Sequence[int], use: Use) -> None:
-        """Changes nothing."""
+    def missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
+        """All of it has one history."""
+        return ()
 
     def shorten(self, node_id: int, num_blocks: int, key: int) -> None:
         """Changes nothing."""

@@ -42,8 +42,8 @@ class EvictionPolicy(Protocol):
     maintains, never by a scan. `looseleaf.testing.check_policy` tests a policy against all of this.
 
     The caller guarantees: `insert` comes first and `forget` last for each id, ids are never used again; `offer` and
-    `withdraw` alternate; a run is only lengthened, cut or shortened between; `use.tick` and `use.seconds` never go
-    back.
+    `withdraw` alternate, and what is offered is withdrawn before a `hit`; a run is only lengthened, cut or shortened
+    between; `use.tick` and `use.seconds` never go back.
     """
 
     name: ClassVar[str]
@@ -67,9 +67,10 @@ class EvictionPolicy(Protocol):
         """A request reuses these runs, root first: one more use of each."""
         ...
 
-    def missed(self, keys: Sequence[int], use: Use) -> None:
+    def missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
         """Chain keys of the blocks of a request behind those that were found, root first; comes after its `hit` and
-        before its `insert`s, and only if the policy `uses_keys`."""
+        before its `insert`s, and only if the policy `uses_keys`. Returns where histories part: numbers of keys in
+        ascending order, 0 < number < len(keys), at which the cache begins another run when it stores these blocks."""
         ...
 
     def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:

@@ -111,10 +111,11 @@ class WTinyLFUPolicy(QueuePolicy):
             assert oldest is not None  # it has blocks
             self.move(oldest, PROBATION, self.back())
 
-    def missed(self, keys: Sequence[int], use: Use) -> None:
+    def missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
         """Counts them."""
         self._touch(len(keys))
         self._sketch.add(keys)
+        return ()
 
     def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:
         """Makes all of them young again where they are."""

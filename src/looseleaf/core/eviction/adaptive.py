@@ -1,0 +1,384 @@
+"""Our own policy: it learns how long what looks alike stays away, and keeps what yields most per second of memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from looseleaf.core.eviction.holding import NUM_STEPS, STEP_ENDS_SECONDS, HoldingTable, RunClass, step_of
+from looseleaf.core.eviction.policy import StoredRun, Use
+
+RECOMPUTE_REQUESTS = 100
+"""Yields are worked out anew after so many requests."""
+
+MEMORY = 8
+"""Runs are counted until so many times the pool's blocks were used after them, held or not."""
+
+MAX_TURNS = 4
+
+
+class _Run:
+    """Blocks that one request used last, with as many uses: they live and age together.
+
+    num_blocks: when the request ended. num_left: of them not used since. is_counted: still teaches the table.
+    ghost_keys: what was evicted of it. offered: evictable ids, by depth.
+    """
+
+    __slots__ = ("born", "class_id", "ghost_keys", "is_counted", "num_blocks", "num_left", "offered", "seq", "step")
+
+    def __init__(self, seq: int, class_id: int, born: float) -> None:
+        self.seq = seq
+        self.class_id = class_id
+        self.born = born
+        self.step = self.num_blocks = self.num_left = 0
+        self.is_counted = True
+        self.ghost_keys: set[int] = set()
+        self.offered: dict[int, int] = {}
+
+
+class _Part:
+    """A stored run of blocks (a node) or what is remembered of an evicted one; `ghost_key` of its evicted end."""
+
+    __slots__ = ("ghost_key", "is_padded", "last_request", "last_used", "num_blocks", "num_uses", "run", "turns")
+
+    def __init__(self, num_blocks: int, num_uses: int, turns: int, is_padded: bool) -> None:
+        self.num_blocks = num_blocks
+        self.num_uses = num_uses
+        self.turns = turns
+        self.is_padded = is_padded
+        self.run: _Run | None = None
+        self.last_request = 0
+        self.last_used = 0.0
+        self.ghost_key = 0
+
+    def copy(self, num_blocks: int) -> _Part:
+        """Another part with the same history."""
+        part = _Part(num_blocks, self.num_uses, self.turns, self.is_padded)
+        part.run, part.last_request, part.last_used = self.run, self.last_request, self.last_used
+        return part
+
+
+class _Open:
+    """A request between its look-up and its end."""
+
+    __slots__ = ("began", "ghost_uses", "num_new", "seen_at", "turns")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.seen_at: float | None = None  # when the conversation that it continues was last used
+        self.turns = self.num_new = 0
+        self.ghost_uses: dict[int, int] = {}
+
+    def class_of(self, use_bucket: int, num_output_tokens: int) -> RunClass:
+        """The class of its runs of so many uses."""
+        gap = -1 if self.seen_at is None else int(self.began - self.seen_at).bit_length()
+        turns = min(self.turns.bit_length(), MAX_TURNS)
+        return RunClass(use_bucket, num_output_tokens.bit_length(), gap, turns, self.num_new.bit_length())
+
+
+class AdaptivePolicy:
+    """Evicts the leaf whose run yields least, the oldest of equals, its tail first. docs/EVICTION.md draws it.
+
+    When a request ends, the blocks it used become runs, split by their number of uses; a run's class says what is known
+    of it (`RunClass`). Runs age in steps; `HoldingTable` counts per class how many got to a step and how many were used
+    within it, evicted ones too, by chain key. Offered leaves wait in cells, one per class and step, and cells in the
+    order of their yield.
+
+    Costs O(log runs) per node and request, and a table of some hundred classes every `RECOMPUTE_REQUESTS` requests.
+    Memory: a few hundred bytes per run, at most `MEMORY` times the pool's blocks of them remembered.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    uses_keys: ClassVar[bool] = True
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._table = HoldingTable()
+        self._parts: dict[int, _Part] = {}
+        self._ghosts: dict[int, _Part] = {}
+        self._open: dict[int, _Open] = {}
+        self._runs: deque[_Run] = deque()  # counted ones, oldest first
+        self._num_counted_blocks = 0
+        self._due: list[tuple[float, int, _Run]] = []
+        self._num_runs = self._num_requests = 0
+        self._cells: dict[tuple[int, int], list[tuple[int, int, int, _Run]]] = {}
+        self._order: list[tuple[float, int, int]] = []
+        self._yields: dict[int, list[float]] = {}
+        self._recent: set[int] = set()  # classes of runs made since the last table, likely to be met again
+
+    # --- what requests do -----------------------------------------------------------------------------------------
+
+    def resize(self, num_blocks: int) -> None:
+        """Remembers as much more or less from now on."""
+        self._num_blocks = num_blocks
+
+    def hit(self, node_ids: Sequence[int], use: Use) -> None:
+        """The runs are used; the deepest tells of which conversation the request is."""
+        self._advance(use.seconds)
+        request = self._opened(use)
+        for node_id in node_ids:
+            part = self._parts[node_id]
+            request.seen_at, request.turns = part.last_used, part.turns + 1
+            self._leave(part)
+            part.num_uses += 1
+            part.last_request, part.last_used, part.turns = use.request, use.seconds, request.turns
+
+    def missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
+        """What was evicted comes back: counted as used. Its new blocks are stored apart, since their history is
+        another."""
+        self._advance(use.seconds)
+        request = self._opened(use)
+        cuts: list[int] = []
+        num_seen = 0
+        for number, key in enumerate(keys) if self._ghosts else ():
+            ghost = self._ghosts.get(key)
+            if ghost is None:
+                continue
+            if number:
+                cuts.append(number)
+            num_seen = min(len(keys), number + ghost.num_blocks)
+            request.seen_at, request.turns = ghost.last_used, ghost.turns + 1
+            request.ghost_uses[key] = ghost.num_uses
+            self._drop_ghost(key)
+            self._leave(ghost)
+        if 0 < num_seen < len(keys):
+            cuts.append(num_seen)
+        request.num_new = len(keys) - num_seen
+        return sorted(set(cuts))
+
+    def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
+        """A first use, or one more for what was evicted before."""
+        request = self._opened(use)
+        num_uses = request.ghost_uses.pop(run.key, 0) + 1
+        part = self._parts[node_id] = _Part(run.num_blocks, num_uses, request.turns, run.is_padded)
+        part.last_request, part.last_used = use.request, use.seconds
+
+    def extend(self, node_id: int, num_blocks: int) -> None:
+        """The request that stored it is still open: no run yet."""
+        self._parts[node_id].num_blocks += num_blocks
+
+    def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:
+        """What nobody has used since becomes runs, by number of uses."""
+        self._advance(use.seconds)
+        request = self._open.pop(use.request, None) or _Open(use.seconds)
+        runs: dict[int, _Run] = {}
+        for node_id in node_ids:
+            part = self._parts[node_id]
+            if part.last_request != use.request or part.run is not None:
+                continue
+            part.last_used = use.seconds
+            uses = _use_bucket(part)
+            run = runs.get(uses)
+            if run is None:
+                run = runs[uses] = self._new_run(request.class_of(uses, num_output_tokens), use.seconds)
+            self._join(part, run)
+        for run in runs.values():
+            self._count(run)
+        self._num_requests += 1
+        if self._num_requests % RECOMPUTE_REQUESTS == 0:
+            self._table.fade(RECOMPUTE_REQUESTS)
+            self._recompute()
+
+    def split(self, node_id: int, upper_id: int, num_upper_blocks: int) -> None:
+        """Both parts stay in the run; what was evicted lies behind the lower."""
+        part = self._parts[node_id]
+        self._parts[upper_id] = part.copy(num_upper_blocks)
+        part.num_blocks -= num_upper_blocks
+
+    # --- what evictions do ----------------------------------------------------------------------------------------
+
+    def shorten(self, node_id: int, num_blocks: int, key: int) -> None:
+        """The tail is remembered by its key."""
+        part = self._parts[node_id]
+        part.num_blocks -= num_blocks
+        self._remember(part, num_blocks, key)
+
+    def forget(self, node_id: int, key: int | None) -> None:
+        """Remembered by its key if it was evicted; what is cleared teaches nothing more."""
+        self.withdraw(node_id)
+        part = self._parts.pop(node_id)
+        if key is not None:
+            self._remember(part, part.num_blocks, key)
+            return
+        if part.ghost_key in self._ghosts:
+            self._take_out(self._drop_ghost(part.ghost_key))
+        self._take_out(part)
+
+    def offer(self, node_id: int, depth_blocks: int) -> None:
+        """O(log offered)."""
+        part = self._parts[node_id]
+        run = part.run
+        if run is None:  # its request left without a word
+            run_class = _Open(part.last_used).class_of(_use_bucket(part), 0)
+            run = self._new_run(run_class, part.last_used)
+            self._join(part, run)
+            self._count(run)
+        run.offered[node_id] = depth_blocks
+        self._enqueue(run, node_id, depth_blocks)
+
+    def withdraw(self, node_id: int) -> None:
+        """O(1)."""
+        run = self._parts[node_id].run
+        if run is not None:
+            run.offered.pop(node_id, None)
+
+    def victim(self) -> int | None:
+        """O(log offered), amortised: outdated entries go when they surface."""
+        while self._order:
+            _, class_id, step = self._order[0]
+            cell = self._cells[class_id, step]
+            while cell:
+                _, depth, node_id, run = cell[0]
+                if run.step == step and run.offered.get(node_id) == -depth:
+                    return node_id
+                heapq.heappop(cell)
+            heapq.heappop(self._order)
+        return None
+
+    def offered(self) -> Iterable[int]:
+        """All offered ids. O(parts); for the integrity check."""
+        return [
+            node_id for node_id, part in self._parts.items() if part.run is not None and node_id in part.run.offered
+        ]
+
+    def describe(self, node_id: int, seconds: float) -> Mapping[str, float | str]:
+        """Its class, age and yield; what is in use has none yet."""
+        part = self._parts[node_id]
+        if part.run is None:
+            return {"num_uses": part.num_uses}
+        step = step_of(seconds - part.run.born)
+        return {
+            "num_uses": part.num_uses,
+            "class": self._table.classes[part.run.class_id].describe(),
+            "age_seconds": seconds - part.run.born,
+            "hazard": float(self._table.hazards([part.run.class_id])[0, step]),
+            "yield_per_second": float(self._table.yields([part.run.class_id])[0, step]),
+        }
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def _opened(self, use: Use) -> _Open:
+        request = self._open.get(use.request)
+        if request is None:
+            request = self._open[use.request] = _Open(use.seconds)
+        return request
+
+    def _new_run(self, run_class: RunClass, born: float) -> _Run:
+        self._num_runs += 1
+        class_id = self._table.class_id(run_class)
+        self._recent.add(class_id)
+        return _Run(self._num_runs, class_id, born)
+
+    def _join(self, part: _Part, run: _Run) -> None:
+        part.run = run
+        run.num_blocks += part.num_blocks
+        run.num_left += part.num_blocks
+
+    def _count(self, run: _Run) -> None:
+        """Let a run teach the table from now on, and the oldest no more where there are too many."""
+        self._table.reach(run.class_id, 0, 1.0)
+        heapq.heappush(self._due, (run.born + STEP_ENDS_SECONDS[0], run.seq, run))
+        self._runs.append(run)
+        self._num_counted_blocks += run.num_left
+        while self._num_counted_blocks > MEMORY * self._num_blocks and len(self._runs) > 1:
+            oldest = self._runs.popleft()
+            oldest.is_counted = False
+            self._num_counted_blocks -= oldest.num_left
+            for key in oldest.ghost_keys:
+                del self._ghosts[key]
+            oldest.ghost_keys.clear()
+
+    def _leave(self, part: _Part) -> None:
+        """The part is used: its run learns that, and it leaves the run."""
+        run, part.run = part.run, None
+        if run is None:
+            return
+        run.num_left -= part.num_blocks
+        if run.is_counted:
+            self._num_counted_blocks -= part.num_blocks
+            self._table.use(run.class_id, run.step, part.num_blocks / run.num_blocks)
+
+    def _take_out(self, part: _Part) -> None:
+        """The part leaves its run without a use."""
+        run, part.run = part.run, None
+        if run is not None:
+            run.num_left -= part.num_blocks
+            if run.is_counted:
+                self._num_counted_blocks -= part.num_blocks
+
+    def _remember(self, part: _Part, num_blocks: int, key: int) -> None:
+        """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it."""
+        run = part.run
+        if run is None or not run.is_counted:
+            return
+        ghost = part.copy(num_blocks)
+        if part.ghost_key in run.ghost_keys:
+            ghost.num_blocks += self._drop_ghost(part.ghost_key).num_blocks
+        if key in self._ghosts:  # the same content was stored and evicted twice
+            self._take_out(self._drop_ghost(key))
+        part.ghost_key = key
+        self._ghosts[key] = ghost
+        run.ghost_keys.add(key)
+
+    def _drop_ghost(self, key: int) -> _Part:
+        ghost = self._ghosts.pop(key)
+        assert ghost.run is not None  # only runs have ghosts
+        ghost.run.ghost_keys.discard(key)
+        return ghost
+
+    # --- ages and cells -------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Runs that have waited longer go to later steps. O(log runs) each time one does."""
+        due = self._due
+        while due and due[0][0] <= now:
+            _, seq, run = heapq.heappop(due)
+            if run.num_left <= 0:
+                continue
+            while run.step < NUM_STEPS - 1 and run.born + STEP_ENDS_SECONDS[run.step] <= now:
+                run.step += 1
+                if run.is_counted:
+                    self._table.reach(run.class_id, run.step, run.num_left / run.num_blocks)
+            if run.step < NUM_STEPS - 1:
+                heapq.heappush(due, (run.born + STEP_ENDS_SECONDS[run.step], seq, run))
+            for node_id, depth in run.offered.items():
+                self._enqueue(run, node_id, depth)
+
+    def _enqueue(self, run: _Run, node_id: int, depth_blocks: int) -> None:
+        name = (run.class_id, run.step)
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = self._cells[name] = []
+        if not cell:
+            heapq.heappush(self._order, (self._yield_of(*name), *name))
+        heapq.heappush(cell, (run.seq, -depth_blocks, node_id, run))
+
+    def _yield_of(self, class_id: int, step: int) -> float:
+        rates = self._yields.get(class_id)
+        if rates is None:
+            rates = self._yields[class_id] = self._table.yields([class_id])[0].tolist()
+        return rates[step]
+
+    def _recompute(self) -> None:
+        """New yields for all classes in use, and cells in their order."""
+        self._cells = {name: kept for name, cell in self._cells.items() if (kept := _still_offered(cell, name[1]))}
+        class_ids = sorted({class_id for class_id, _ in self._cells} | self._recent)
+        self._recent.clear()
+        rates = self._table.yields(class_ids).tolist() if class_ids else []
+        self._yields = dict(zip(class_ids, rates, strict=True))
+        self._order = [(self._yields[class_id][step], class_id, step) for class_id, step in self._cells]
+        heapq.heapify(self._order)
+
+
+def _use_bucket(part: _Part) -> int:
+    """0 for a padded block used once, else 1, 2–3, 4–15, 16 and more uses as 1 to 4."""
+    if part.is_padded and part.num_uses == 1:
+        return 0
+    return 1 if part.num_uses == 1 else 2 if part.num_uses < 4 else 3 if part.num_uses < 16 else 4
+
+
+def _still_offered(cell: list[tuple[int, int, int, _Run]], step: int) -> list[tuple[int, int, int, _Run]]:
+    """What is not outdated in a cell, once, in the order of a heap."""
+    return sorted({entry for entry in cell if entry[3].step == step and entry[3].offered.get(entry[2]) == -entry[1]})
