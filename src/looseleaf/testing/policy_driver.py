@@ -46,13 +46,15 @@ class DrivenRun:
 
 @dataclass(eq=False)
 class DrivenRequest:
-    """A request that holds the path down to `last`. `num_stored`: words stored or found; own: it made `last`."""
+    """A request that holds the path down to `last`. `num_stored`: words stored or found; own: it made `last`; `cuts`:
+    words at which another run begins."""
 
     number: int
     words: Sequence[int]
     last: DrivenRun
     num_stored: int
     own: bool = False
+    cuts: Sequence[int] = ()
 
 
 class PolicyDriver:
@@ -80,11 +82,18 @@ class PolicyDriver:
         self._follow(request, words)
         if self.policies[0].uses_keys:
             keys = self._keys(request.last, words[request.num_stored :])
-            self._call("missed", keys, self._use(request))
+            request.cuts = [request.num_stored + number for number in self._missed(keys, self._use(request))]
         return request
 
     def store(self, request: DrivenRequest, num_blocks: int) -> None:
         """Compute up to `num_blocks` more words and store them; fewer if memory does not suffice."""
+        for cut in [cut for cut in request.cuts if request.num_stored < cut < request.num_stored + num_blocks]:
+            num_blocks -= cut - request.num_stored
+            self._store(request, cut - request.num_stored)
+            request.own = False
+        self._store(request, num_blocks)
+
+    def _store(self, request: DrivenRequest, num_blocks: int) -> None:
         words = list(request.words[request.num_stored : request.num_stored + num_blocks])
         self.evict(len(words) - (self.num_blocks - self.num_used))
         words = words[: self.num_blocks - self.num_used]
@@ -144,8 +153,8 @@ class PolicyDriver:
         if found:
             for run in found:
                 run.num_holders += 1
-            self._call("hit", [run.id for run in found], self._use(request))
             self._review(found[-1])
+            self._call("hit", [run.id for run in found], self._use(request))
             request.last, request.num_stored, request.own = found[-1], request.num_stored + at, False
         return list(words[at:])
 
@@ -234,6 +243,15 @@ class PolicyDriver:
             result = getattr(policy, name)(*given)
             assert result is None, f"{name}() returned {result!r}"
             assert given == list(args), f"{name}() changed the lists that it was given"
+
+    def _missed(self, keys: list[int], use: Use) -> list[int]:
+        """Where the policies want another run to begin, checked."""
+        cuts = [list(policy.missed(list(keys), use)) for policy in self.policies]
+        for found in cuts:
+            assert found == cuts[0], f"the same calls cut at {cuts}: it must be deterministic"
+        is_fine = all(0 < number < len(keys) for number in cuts[0]) and cuts[0] == sorted(set(cuts[0]))
+        assert is_fine, f"missed() returned {cuts[0]}, not ascending numbers of {len(keys)} keys"
+        return cuts[0]
 
     def _use(self, request: DrivenRequest) -> Use:
         self._tick += 1

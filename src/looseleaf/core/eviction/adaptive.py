@@ -22,14 +22,17 @@ MAX_TURNS = 4
 class _Run:
     """Blocks that one request used last, with as many uses: they live and age together.
 
-    num_blocks: when the request ended. num_left: of them not used since. is_counted: still teaches the table.
-    ghost_keys: what was evicted of it. offered: evictable ids, by depth.
+    tick: when its request ended, which orders equals. num_blocks: when it ended. num_left: of them not used since.
+    is_counted: still teaches the table. ghost_keys: what was evicted of it. offered: evictable ids, by depth.
     """
 
-    __slots__ = ("born", "class_id", "ghost_keys", "is_counted", "num_blocks", "num_left", "offered", "seq", "step")
+    __slots__ = (
+        "born", "class_id", "ghost_keys", "is_counted", "num_blocks", "num_left", "offered", "seq", "step", "tick",
+    )  # fmt: skip
 
-    def __init__(self, seq: int, class_id: int, born: float) -> None:
+    def __init__(self, seq: int, tick: int, class_id: int, born: float) -> None:
         self.seq = seq
+        self.tick = tick
         self.class_id = class_id
         self.born = born
         self.step = self.num_blocks = self.num_left = 0
@@ -41,7 +44,9 @@ class _Run:
 class _Part:
     """A stored run of blocks (a node) or what is remembered of an evicted one; `ghost_key` of its evicted end."""
 
-    __slots__ = ("ghost_key", "is_padded", "last_request", "last_used", "num_blocks", "num_uses", "run", "turns")
+    __slots__ = (
+        "ghost_key", "is_padded", "last_request", "last_tick", "last_used", "num_blocks", "num_uses", "run", "turns",
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, num_uses: int, turns: int, is_padded: bool) -> None:
         self.num_blocks = num_blocks
@@ -49,14 +54,19 @@ class _Part:
         self.turns = turns
         self.is_padded = is_padded
         self.run: _Run | None = None
-        self.last_request = 0
+        self.last_request = self.last_tick = 0
         self.last_used = 0.0
         self.ghost_key = 0
+
+    def use(self, use: Use) -> None:
+        """A request uses it."""
+        self.last_request, self.last_tick, self.last_used = use.request, use.tick, use.seconds
 
     def copy(self, num_blocks: int) -> _Part:
         """Another part with the same history."""
         part = _Part(num_blocks, self.num_uses, self.turns, self.is_padded)
-        part.run, part.last_request, part.last_used = self.run, self.last_request, self.last_used
+        part.run = self.run
+        part.last_request, part.last_tick, part.last_used = self.last_request, self.last_tick, self.last_used
         return part
 
 
@@ -103,6 +113,7 @@ class AdaptivePolicy:
         self._num_counted_blocks = 0
         self._due: list[tuple[float, int, _Run]] = []
         self._num_runs = self._num_requests = 0
+        self._max_listed = 256
         self._cells: dict[tuple[int, int], list[tuple[int, int, int, _Run]]] = {}
         self._order: list[tuple[float, int, int]] = []
         self._yields: dict[int, list[float]] = {}
@@ -123,7 +134,8 @@ class AdaptivePolicy:
             request.seen_at, request.turns = part.last_used, part.turns + 1
             self._leave(part)
             part.num_uses += 1
-            part.last_request, part.last_used, part.turns = use.request, use.seconds, request.turns
+            part.use(use)
+            part.turns = request.turns
 
     def missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
         """What was evicted comes back: counted as used. Its new blocks are stored apart, since their history is
@@ -153,7 +165,7 @@ class AdaptivePolicy:
         request = self._opened(use)
         num_uses = request.ghost_uses.pop(run.key, 0) + 1
         part = self._parts[node_id] = _Part(run.num_blocks, num_uses, request.turns, run.is_padded)
-        part.last_request, part.last_used = use.request, use.seconds
+        part.use(use)
 
     def extend(self, node_id: int, num_blocks: int) -> None:
         """The request that stored it is still open: no run yet."""
@@ -172,7 +184,7 @@ class AdaptivePolicy:
             uses = _use_bucket(part)
             run = runs.get(uses)
             if run is None:
-                run = runs[uses] = self._new_run(request.class_of(uses, num_output_tokens), use.seconds)
+                run = runs[uses] = self._new_run(request.class_of(uses, num_output_tokens), use.tick, use.seconds)
             self._join(part, run)
         for run in runs.values():
             self._count(run)
@@ -212,7 +224,7 @@ class AdaptivePolicy:
         run = part.run
         if run is None:  # its request left without a word
             run_class = _Open(part.last_used).class_of(_use_bucket(part), 0)
-            run = self._new_run(run_class, part.last_used)
+            run = self._new_run(run_class, part.last_tick, part.last_used)
             self._join(part, run)
             self._count(run)
         run.offered[node_id] = depth_blocks
@@ -265,11 +277,11 @@ class AdaptivePolicy:
             request = self._open[use.request] = _Open(use.seconds)
         return request
 
-    def _new_run(self, run_class: RunClass, born: float) -> _Run:
+    def _new_run(self, run_class: RunClass, tick: int, born: float) -> _Run:
         self._num_runs += 1
         class_id = self._table.class_id(run_class)
         self._recent.add(class_id)
-        return _Run(self._num_runs, class_id, born)
+        return _Run(self._num_runs, tick, class_id, born)
 
     def _join(self, part: _Part, run: _Run) -> None:
         part.run = run
@@ -282,13 +294,22 @@ class AdaptivePolicy:
         heapq.heappush(self._due, (run.born + STEP_ENDS_SECONDS[0], run.seq, run))
         self._runs.append(run)
         self._num_counted_blocks += run.num_left
+        if len(self._runs) + len(self._due) > self._max_listed:
+            self._drop_used_runs()
         while self._num_counted_blocks > MEMORY * self._num_blocks and len(self._runs) > 1:
             oldest = self._runs.popleft()
             oldest.is_counted = False
             self._num_counted_blocks -= oldest.num_left
             for key in oldest.ghost_keys:
-                del self._ghosts[key]
+                oldest.num_left -= self._ghosts.pop(key).num_blocks
             oldest.ghost_keys.clear()
+
+    def _drop_used_runs(self) -> None:
+        """Take runs of which nothing is left out of the lists. O(runs), when these have doubled."""
+        self._runs = deque(run for run in self._runs if run.num_left > 0)
+        self._due = [entry for entry in self._due if entry[2].num_left > 0]
+        heapq.heapify(self._due)
+        self._max_listed = 2 * (len(self._runs) + len(self._due)) + 256
 
     def _leave(self, part: _Part) -> None:
         """The part is used: its run learns that, and it leaves the run."""
@@ -353,7 +374,7 @@ class AdaptivePolicy:
             cell = self._cells[name] = []
         if not cell:
             heapq.heappush(self._order, (self._yield_of(*name), *name))
-        heapq.heappush(cell, (run.seq, -depth_blocks, node_id, run))
+        heapq.heappush(cell, (run.tick, -depth_blocks, node_id, run))
 
     def _yield_of(self, class_id: int, step: int) -> float:
         rates = self._yields.get(class_id)
