@@ -168,7 +168,7 @@ class PolicyDriver:
         return num_blocks - num_left
 
     def cut(self, run: DrivenRun, num_blocks: int) -> int:
-        """Evict the last `num_blocks` blocks of an offered run, as many as it has at most."""
+        """Evict the last `num_blocks` blocks of a leaf that nobody holds, as many as it has at most."""
         num_left = len(run.words) - num_blocks
         key = run.keys[max(0, num_left)] if self.policies[0].uses_keys else 0
         if num_left <= 0:

@@ -76,11 +76,12 @@ class PolicyMachine(RuleBasedStateMachine):
         """Memory is needed."""
         self.driver.evict(num_blocks)
 
-    @precondition(lambda self: self.driver.offered)
     @rule(data=st.data(), num_blocks=st.integers(1, 6))
     def cut(self, data: st.DataObject, num_blocks: int) -> None:
-        """An offered run is evicted though the policy did not choose it."""
-        self.driver.cut(data.draw(st.sampled_from(list(self.driver.offered.values()))), num_blocks)
+        """A leaf is evicted that the policy did not choose, or was not even offered."""
+        leaves = [run for run in self.driver.runs() if not (run.children or run.num_holders)]
+        if leaves:
+            self.driver.cut(data.draw(st.sampled_from(leaves)), num_blocks)
 
     @precondition(lambda self: self.driver.root.children)
     @rule(data=st.data())

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from looseleaf.core.eviction.base import PlainPolicy
 from looseleaf.core.eviction.heap import OfferedHeap
-from looseleaf.core.eviction.policy import Use
+from looseleaf.core.eviction.policy import StoredRun, Use
 
 
 @dataclass(slots=True)
@@ -16,6 +16,7 @@ class QueuedRun:
     """A stored run's place. `queue`: its number; `place`: smaller ones leave it earlier, of equal ones the deepest.
     `uses`: what its policy counts. `depth_blocks`: where it ends if it is offered, else None."""
 
+    start_block: int
     num_blocks: int
     queue: int
     place: int
@@ -49,11 +50,11 @@ class QueuePolicy(PlainPolicy):
         self._last_place += 1
         return self._last_place
 
-    def add(self, node_id: int, num_blocks: int, queue: int) -> None:
+    def add(self, node_id: int, run: StoredRun, queue: int) -> None:
         """Put a new run at the back of a queue."""
-        self.runs[node_id] = QueuedRun(num_blocks, queue, self.back())
-        self.queue_blocks[queue] += num_blocks
-        self._members[queue].offer(node_id, (self._last_place,))
+        self.runs[node_id] = QueuedRun(run.start_block, run.num_blocks, queue, self.back())
+        self.queue_blocks[queue] += run.num_blocks
+        self._members[queue].offer(node_id, (self._last_place, -run.start_block))
 
     def move(self, node_id: int, queue: int, place: int) -> None:
         """Put a run elsewhere, in another queue or in its own."""
@@ -64,12 +65,12 @@ class QueuePolicy(PlainPolicy):
             self.queue_blocks[run.queue] -= run.num_blocks
             self.queue_blocks[queue] += run.num_blocks
         run.queue, run.place = queue, place
-        self._members[queue].offer(node_id, (place,))
+        self._members[queue].offer(node_id, (place, -run.start_block))
         if run.depth_blocks is not None:
             self._offered[queue].offer(node_id, (place, -run.depth_blocks))
 
     def front(self, queue: int) -> int | None:
-        """The run that has been in a queue for longest, offered or not."""
+        """The run that has been in a queue for longest, offered or not, the deepest on ties."""
         return self._members[queue].first()
 
     def front_offered(self, queue: int) -> int | None:
@@ -93,10 +94,12 @@ class QueuePolicy(PlainPolicy):
 
     def split(self, node_id: int, upper_id: int, num_upper_blocks: int) -> None:
         """Both parts have the place that the whole had."""
-        run = self.runs[node_id]
+        run, members = self.runs[node_id], self._members[self.runs[node_id].queue]
+        self.runs[upper_id] = QueuedRun(run.start_block, num_upper_blocks, run.queue, run.place, run.uses)
+        members.offer(upper_id, (run.place, -run.start_block))
+        run.start_block += num_upper_blocks
         run.num_blocks -= num_upper_blocks
-        self.runs[upper_id] = QueuedRun(num_upper_blocks, run.queue, run.place, run.uses)
-        self._members[run.queue].offer(upper_id, (run.place,))
+        members.offer(node_id, (run.place, -run.start_block))
 
     def offer(self, node_id: int, depth_blocks: int) -> None:
         """O(log offered)."""

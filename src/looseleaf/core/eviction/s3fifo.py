@@ -22,7 +22,9 @@ class S3FIFOPolicy(QueuePolicy):
 
     New runs enter the small queue; from its front those used twice or more go on to the main queue, others out, and
     their key is remembered in the ghost, which keeps as many blocks as the main queue may. What returns while its key
-    is there enters the main queue, where a run goes round once for each of its last three uses.
+    is there enters the main queue, where a run goes round once for each of its last three uses. What can't be evicted
+    when it comes to the front of the small queue, since runs lie behind it or a request holds it, goes on to the main
+    queue too: if it stayed, a long conversation would fill the small queue with what must not go.
     """
 
     name: ClassVar[str] = "s3fifo"
@@ -38,7 +40,7 @@ class S3FIFOPolicy(QueuePolicy):
         """Small, or main if it was there not long ago."""
         known = self._ghost.pop(run.key, 0)
         self._ghost_blocks -= known
-        self.add(node_id, run.num_blocks, MAIN if known else SMALL)
+        self.add(node_id, run, MAIN if known else SMALL)
 
     def hit(self, node_ids: Sequence[int], use: Use) -> None:
         """Counts to three; nothing moves."""
@@ -47,13 +49,14 @@ class S3FIFOPolicy(QueuePolicy):
             run.uses = min(run.uses + 1, MAX_USES)
 
     def victim(self) -> int | None:
-        """O(log offered), amortised: a run moves at most once per use."""
+        """O(log runs), amortised: a run leaves the small queue once, and goes round in the main one once per use."""
         while True:
-            small, main = self.front_offered(SMALL), self.front_offered(MAIN)
+            small, main = self.front(SMALL), self.front_offered(MAIN)
             if small is not None and (main is None or self.queue_blocks[SMALL] >= SMALL_SHARE * self.num_blocks):
-                if self.runs[small].uses <= 1:
+                run = self.runs[small]
+                if run.depth_blocks is not None and run.uses <= 1:
                     return small
-                self.runs[small].uses = 0
+                run.uses = 0 if run.uses > 1 else run.uses
                 self.move(small, MAIN, self.back())
             elif main is None or self.runs[main].uses == 0:
                 return main

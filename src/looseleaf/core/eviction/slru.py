@@ -27,7 +27,7 @@ class SLRUPolicy(QueuePolicy):
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """Begins on probation."""
-        self.add(node_id, run.num_blocks, PROBATION)
+        self.add(node_id, run, PROBATION)
 
     def hit(self, node_ids: Sequence[int], use: Use) -> None:
         """Protects."""

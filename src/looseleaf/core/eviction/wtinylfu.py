@@ -93,7 +93,7 @@ class WTinyLFUPolicy(QueuePolicy):
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """Enters the window with the count of its key."""
-        self.add(node_id, run.num_blocks, WINDOW)
+        self.add(node_id, run, WINDOW)
         self._eras[node_id] = self._era
         self.runs[node_id].uses = max(1, self._sketch.count(run.key))
         self._admit_to_room()
@@ -134,11 +134,9 @@ class WTinyLFUPolicy(QueuePolicy):
             oldest = self.front(WINDOW)
             assert oldest is not None  # it has blocks
             main = self._main_victim()
-            if self.runs[oldest].depth_blocks is not None:
-                deepest = self.front_offered(WINDOW)  # of those that are as old
-                if main is None or deepest is None or self._count(deepest) <= self._count(main):
-                    return deepest
-                oldest = deepest
+            is_offered = self.runs[oldest].depth_blocks is not None
+            if is_offered and (main is None or self._count(oldest) <= self._count(main)):
+                return oldest
             self.move(oldest, PROBATION, self.back())
         main = self._main_victim()
         return self.front_offered(WINDOW) if main is None else main
