@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from looseleaf.core.explain import Finding
+from looseleaf.core.explain import Finding, Reason
 from looseleaf.ids import Namespace
 
 MINUTE, HOUR = 60.0, 3_600.0
@@ -28,7 +29,9 @@ _WORDS = {
     "not_admitted": "had not been worth keeping",
     "always_computed": "are always computed, the last of a prompt and those in its block",
 }
-_Counts: TypeAlias = "Counter[tuple[str, str]]"
+_REQUESTS, _QUERY, _HIT, _IN_FLIGHT, _OWN, _BELOW, _NEVER, _ALWAYS = range(8)
+_Counts: TypeAlias = "dict[Reason, list[int]]"
+"""By reason: requests, and tokens: asked for, found, found in flight, missed for that reason, and for three others."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +70,27 @@ class MissSummary:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Counts of a stretch of time by namespace (None: those that are not told apart), by kind and reason."""
+    """Counts of a stretch of time by namespace; None: those that are not told apart."""
 
     begin_seconds: float
     counts: dict[Namespace | None, _Counts] = field(default_factory=dict)
 
-    def of(self, namespace: Namespace | None) -> _Counts:
-        """The counts in which a namespace is told."""
+    def row(self, namespace: Namespace | None, reason: Reason) -> list[int]:
+        """The counts in which a request is told."""
         if namespace not in self.counts and len(self.counts) >= MAX_NAMESPACES:
             namespace = None
-        return self.counts.setdefault(namespace, Counter())
+        return self.counts.setdefault(namespace, {}).setdefault(reason, [0] * 8)
 
-    def total(self, namespace: Namespace | None) -> _Counts:
-        """The counts of one namespace, or of all (None)."""
-        total: _Counts = Counter()
-        for key, counts in self.counts.items():
-            if namespace is None or key == namespace:
-                total.update(counts)
-        return total
+    def merge(self, other: _Bucket) -> None:
+        """Take in what another one has counted."""
+        for namespace, counts in other.counts.items():
+            for reason, row in counts.items():
+                _add(self.row(namespace, reason), row)
 
 
 class MissLog:
     """Counts what look-ups found. Each costs O(1), a summary O(buckets x namespaces). It never takes more than 85
-    buckets of 65 namespaces, about 1 KB each."""
+    buckets of 65 namespaces, 1.5 KB each."""
 
     def __init__(self, block_tokens: int, now_seconds: float) -> None:
         self._block_tokens = block_tokens
@@ -99,37 +100,34 @@ class MissLog:
 
     def record(self, namespace: Namespace, finding: Finding) -> None:
         """A look-up, or a request that skipped the cache."""
-        counts = self._now(finding.at_seconds).of(namespace)
-        counts["requests", finding.reason] += 1
-        if finding.reason != "skipped":
-            counts["query", ""] += finding.num_prompt_tokens
-            counts["hit", ""] += finding.num_cached_tokens
-            for reason, num_tokens in self._missed(finding).items():
-                counts["missed", reason] += num_tokens
+        row = self._now(finding.at_seconds).row(namespace, finding.reason)
+        row[_REQUESTS] += 1
+        if finding.reason == "skipped":
+            return
+        num_prompt, num_cached = finding.num_prompt_tokens, finding.num_cached_tokens
+        row[_QUERY] += num_prompt
+        row[_HIT] += num_cached
+        if num_prompt <= self._block_tokens:
+            row[_BELOW] += num_prompt
+            return
+        num_always = (num_prompt - 1) % self._block_tokens + 1
+        rest = num_prompt - num_cached - num_always  # whole blocks that might have hit
+        row[_ALWAYS] += num_always
+        if finding.num_lost_tokens:
+            row[_OWN] += finding.num_lost_tokens
+            row[_NEVER] += rest - finding.num_lost_tokens
+        elif rest:
+            num_below = finding.num_shared_tokens - num_cached
+            row[_BELOW] += num_below
+            row[_NEVER if finding.reason == "below_one_block" else _OWN] += rest - num_below
 
     def note_in_flight(self, namespace: Namespace, finding: Finding, num_tokens: int) -> None:
         """Of what a look-up found that was recorded, so many tokens were in flight."""
         finding.num_in_flight_tokens = num_tokens
         for bucket, _ in self._newest_first():
             if bucket.begin_seconds <= finding.at_seconds:
-                bucket.of(namespace)["in_flight", ""] += num_tokens
+                bucket.row(namespace, finding.reason)[_IN_FLIGHT] += num_tokens
                 return
-
-    def _missed(self, finding: Finding) -> dict[str, int]:
-        """The tokens of a prompt that were not found, by reason."""
-        num_missed = finding.num_prompt_tokens - finding.num_cached_tokens
-        if finding.num_prompt_tokens <= self._block_tokens:
-            return {"below_one_block": num_missed}
-        num_always = (finding.num_prompt_tokens - 1) % self._block_tokens + 1
-        missed, rest = Counter({"always_computed": num_always}), num_missed - num_always
-        if finding.num_lost_tokens:
-            missed[finding.reason] += finding.num_lost_tokens
-            missed["never_seen"] += rest - finding.num_lost_tokens
-        elif rest:
-            num_shared = finding.num_shared_tokens - finding.num_cached_tokens
-            missed["below_one_block"] += num_shared
-            missed["never_seen" if finding.reason == "below_one_block" else finding.reason] += rest - num_shared
-        return missed
 
     def _now(self, seconds: float) -> _Bucket:
         if not self._minutes or seconds >= self._minutes[-1].begin_seconds + MINUTE:
@@ -142,8 +140,8 @@ class MissLog:
         if not self._hours or minute.begin_seconds >= self._hours[-1].begin_seconds + HOUR:
             self._hours.append(_Bucket(minute.begin_seconds // HOUR * HOUR))
             if len(self._hours) > NUM_HOURS:
-                _merge(self._hours.popleft(), self._before)
-        _merge(minute, self._hours[-1])
+                self._before.merge(self._hours.popleft())
+        self._hours[-1].merge(minute)
 
     def _newest_first(self) -> Iterator[tuple[_Bucket, float]]:
         """All buckets, each with when it ends at the latest."""
@@ -157,34 +155,44 @@ class MissLog:
         """See `CacheManager.miss_summary`."""
         oldest = self._before.begin_seconds if since_seconds is None else now_seconds - since_seconds
         chosen = [bucket for bucket, end in self._newest_first() if since_seconds is None or end > oldest][::-1]
-        by_namespace: dict[Namespace | None, _Counts] = {}
-        for bucket in chosen:
-            for name, counts in bucket.counts.items():
-                if namespace in (None, name):
-                    by_namespace.setdefault(name, Counter()).update(counts)
         seconds = now_seconds - max(oldest, self._before.begin_seconds)
+        total = _Bucket(oldest)
+        buckets: list[MissSummary] = []
+        for bucket in chosen:
+            names = [name for name in bucket.counts if namespace in (None, name)]
+            if names:
+                buckets.append(_summary([bucket.counts[name] for name in names], now_seconds - bucket.begin_seconds))
+            for name in names:
+                for reason, row in bucket.counts[name].items():
+                    _add(total.counts.setdefault(name, {}).setdefault(reason, [0] * 8), row)
         return replace(
-            _summary(sum(by_namespace.values(), Counter()), seconds),
-            by_namespace={name: _summary(by_namespace[name], seconds) for name in by_namespace if name is not None},
-            buckets=tuple(
-                _summary(bucket.total(namespace), now_seconds - bucket.begin_seconds)
-                for bucket in chosen
-                if bucket.total(namespace)
-            ),
+            _summary(total.counts.values(), seconds),
+            by_namespace={name: _summary([rows], seconds) for name, rows in total.counts.items() if name is not None},
+            buckets=tuple(buckets),
         )
 
 
-def _summary(counts: _Counts, seconds: float) -> MissSummary:
-    query, hit, in_flight = (counts[kind, ""] for kind in ("query", "hit", "in_flight"))
-    missed, requests = (
-        {reason: count for (what, reason), count in sorted(counts.items()) if what == kind and count}
-        for kind in ("missed", "requests")
+def _summary(parts: Iterable[_Counts], seconds: float) -> MissSummary:
+    total, missed, requests = [0] * 8, Counter[str](), Counter[str]()
+    for counts in parts:
+        for reason, row in counts.items():
+            _add(total, row)
+            requests[reason] += row[_REQUESTS]
+            missed[reason] += row[_OWN]
+    missed.update(below_one_block=total[_BELOW], never_seen=total[_NEVER], always_computed=total[_ALWAYS])
+    query, hit = total[_QUERY], total[_HIT]
+    rungs = {"exact": hit - total[_IN_FLIGHT], **({"in_flight": total[_IN_FLIGHT]} if total[_IN_FLIGHT] else {})}
+    return MissSummary(
+        seconds=seconds,
+        num_lookups=total[_REQUESTS] - requests["skipped"],
+        query_tokens=query,
+        hit_tokens=hit,
+        hit_rate=hit / query if query else 0.0,
+        hit_tokens_by_rung=rungs,
+        missed_tokens={reason: count for reason, count in sorted(missed.items()) if count},
+        requests={reason: count for reason, count in sorted(requests.items()) if count},
     )
-    num_lookups = sum(requests.values()) - requests.get("skipped", 0)
-    rungs = {"exact": hit - in_flight, **({"in_flight": in_flight} if in_flight else {})}
-    return MissSummary(seconds, num_lookups, query, hit, hit / query if query else 0.0, rungs, missed, requests)
 
 
-def _merge(bucket: _Bucket, into: _Bucket) -> None:
-    for namespace, counts in bucket.counts.items():
-        into.of(namespace).update(counts)
+def _add(row: list[int], other: list[int]) -> None:
+    row[:] = map(operator.add, row, other)
