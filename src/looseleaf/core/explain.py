@@ -148,7 +148,7 @@ def common_tokens(ours: bytes, theirs: bytes) -> int:
     return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Nearest:
     """The stored continuation that has most in common with a block: its first so many tokens. None: nothing is stored
     there."""
@@ -180,7 +180,7 @@ class WindowCut:
     num_known_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Moment:
     """When a look-up is made: seconds of the cache's clock, blocks evicted so far, and by which policy."""
 

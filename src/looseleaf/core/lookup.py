@@ -14,7 +14,7 @@ from looseleaf.core.tree import Node
 from looseleaf.ids import Int32Array, Int64Array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs three times as much, at each look-up
 class Query:
     """What a request asks for: packed tokens `data`, stored as `tenancy` says. `request`: its number for policy and
     sessions. Without `reuse` nothing is looked for. `earlier`: what the first look-up of a request found that comes
