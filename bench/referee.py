@@ -21,7 +21,7 @@ from looseleaf.lab.optimum import OPTIMUM, Optimum
 from looseleaf.lab.replay import replay_instant
 from looseleaf.lab.traces import Trace, load_trace
 
-POLICIES = {"lru": "lru", "fifo": "fifo+leaf", "lfu": "lfu", OPTIMUM: "opt"}
+POLICIES = {"lru": "lru", "fifo": "fifo+leaf", "lfu": "lfu", "lfuda": "lfuda", OPTIMUM: "opt"}
 """The referee's policies by our names."""
 
 
