@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,11 @@ def test_a_plugin_takes_no_name_that_is_built_in(installed: Path) -> None:
     assert ask(installed, "from looseleaf.core.eviction import POLICIES; print(POLICIES['lru'].__module__)").endswith(
         "eviction.lru"
     )
+
+
+def test_the_policy_in_the_docs_keeps_the_contract() -> None:
+    """The example of docs/EVICTION.md is a policy that passes the kit, which is what its last lines ask."""
+    page = (Path(__file__).parents[2] / "docs/EVICTION.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    assert "check_policy(LRU2Policy)" in code
+    exec(compile(code.replace("check_policy(LRU2Policy)", "check_policy(LRU2Policy, 5)"), "EVICTION.md", "exec"), {})
