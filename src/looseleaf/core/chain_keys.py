@@ -33,23 +33,27 @@ def join_keys(key: int, namespace: Namespace) -> int:
 class ChainKeys:
     """Chain keys of blocks of one size, a whole prompt in a few array operations.
 
-    A block's tokens t give a multilinear hash h = Σ tⱼ·rⱼ over fixed odd r (Dietzfelbinger, STACS 1996), mixed once,
-    and the keys follow kᵢ₊₁ = kᵢ·s + hᵢ, all modulo 2**64. As s is odd, kᵢ = sⁱ·(k₀ + Σ hⱼ·s⁻ʲ⁻¹): a cumulative sum.
+    A block's words w, two tokens each, shifted into each other, give a multilinear hash h = Σ wⱼ·rⱼ over fixed odd r
+    (Dietzfelbinger, STACS 1996), mixed once, and the keys follow kᵢ₊₁ = kᵢ·s + hᵢ, all modulo 2**64. As s is odd,
+    kᵢ = sⁱ·(k₀ + Σ hⱼ·s⁻ʲ⁻¹): a cumulative sum.
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._block_tokens = block_bytes // 4
-        raw = np.random.PCG64(0x10051EAF).random_raw(self._block_tokens)  # a stream that numpy promises not to change
+        self._word = np.dtype(np.uint64 if block_bytes % 8 == 0 else np.uint32)
+        self._block_words = block_bytes // self._word.itemsize
+        raw = np.random.PCG64(0x10051EAF).random_raw(self._block_words)  # a stream that numpy promises not to change
         self._factors: npt.NDArray[np.uint64] = raw | np.uint64(1)
         self._powers = self._inverses = np.ones(1, dtype=np.uint64)
 
     def behind(self, key: int, data: bytes | memoryview) -> Int64Array:
         """Keys of the whole blocks of packed tokens `data` behind what has `key`: int64 [n]. O(tokens)."""
-        count = len(data) // (4 * self._block_tokens)
+        count = len(data) // (self._word.itemsize * self._block_words)
         if count >= len(self._powers):
             self._grow(2 * count)
-        tokens = np.frombuffer(data, dtype=np.int32, count=count * self._block_tokens).astype(np.uint64)
-        hashes = (tokens.reshape(count, self._block_tokens) + np.uint64(1)) @ self._factors
+        packed = np.frombuffer(data, dtype=self._word, count=count * self._block_words)
+        words = packed >> self._word.type(29)
+        words ^= packed
+        hashes = words.reshape(count, self._block_words).astype(np.uint64, copy=False) @ self._factors
         hashes ^= hashes >> np.uint64(32)
         hashes *= np.uint64(0xD6E8FEB86659FD93)
         sums = np.cumsum(hashes * self._inverses[1 : count + 1], dtype=np.uint64)

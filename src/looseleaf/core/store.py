@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -221,7 +221,7 @@ class BlockStore:
         size = self.tree.block_bytes
         if node.is_root:
             node = self.tree.root(node.namespace)
-        at = 0
+        at, own_node = 0, holder.own_node
         while at < len(blocks):
             namespace, stop = node.namespace, len(blocks)
             for border in holder.borders:
@@ -234,17 +234,19 @@ class BlockStore:
             if child is None:
                 run = data[at * size : stop * size]
                 keys = None if holder.keys is None else holder.keys[at:stop].copy()
-                part = replace(holder, is_padded=holder.is_padded and stop == len(blocks), keys=keys)
+                part = Holder(
+                    own_node, holder.opened_tick, holder.request, holder.is_padded and stop == len(blocks), (), keys
+                )
                 node, at = self._add_new(node, run, blocks[at:stop].copy(), part, namespace), stop
-                holder = replace(holder, own_node=True)
+                own_node = True
                 continue
             num_equal = self.tree.common_blocks(child.tokens, data, at * size, stop * size)
             if num_equal < child.num_blocks:
                 child = self.victims.split(child, num_equal)
             self._change_over(child, blocks[at : at + num_equal], holder.request)
             node, at = child, at + num_equal
-            holder = replace(holder, own_node=False)
-        return node, holder.own_node
+            own_node = False
+        return node, own_node
 
     def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
