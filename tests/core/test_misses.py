@@ -88,14 +88,16 @@ def test_rungs(make: MakeCache, clock: ManualClock) -> None:
     run(cache, tokens(1, 17))
     lease = cache.lease(tokens(1, 17))
     clock.advance(200)
+    run(cache, tokens(1, 5))
     with pytest.raises(RequestError, match="17 of 16 cached tokens"):
         lease.note_in_flight(17)
     lease.note_in_flight(12)
     lease.release()
     summary = check_sums(cache)
-    assert summary.hit_tokens_by_rung == {"exact": 4, "in_flight": 12}
+    assert summary.hit_tokens_by_rung == {"exact": 8, "in_flight": 12}
+    assert [bucket.hit_tokens_by_rung for bucket in summary.buckets] == [{"exact": 4, "in_flight": 12}, {"exact": 4}]
     assert cache.explain(lease.request_id).by_rung == {"exact": 4, "in_flight": 12}
-    assert cache.miss_summary(since_seconds=100).query_tokens == 0
+    assert cache.miss_summary(since_seconds=100).query_tokens == 5
 
 
 def test_over_time(make: MakeCache, clock: ManualClock) -> None:
@@ -132,6 +134,10 @@ def test_memory_is_bounded(make: MakeCache, clock: ManualClock, monkeypatch: pyt
     """Minutes become hours, hours one sum, and namespaces beyond a limit count in the sum of all: nothing is lost."""
     monkeypatch.setattr(module, "MAX_NAMESPACES", 3)
     cache = make(64)
+    for number in range(5):
+        run(cache, tokens(1, 5), namespace=f"tenant-{number}")
+    assert [*cache.miss_summary().by_namespace] == ["tenant-0", "tenant-1", "tenant-2"]
+    assert cache.miss_summary().query_tokens == 25
     for number in range(400):
         run(cache, tokens(1, 5 + number % 7), namespace=f"tenant-{number % 11}")
         clock.advance(random.Random(number).choice([1, 61, 700, 4000]))

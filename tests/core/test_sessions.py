@@ -268,6 +268,16 @@ def test_dropped_thinking_is_superseded(make: MakeCache, opening: list[int]) -> 
     assert found(cache, tokens(6, 16)) == 16
 
 
+def test_an_answer_that_was_interrupted_is_superseded(make: MakeCache) -> None:
+    """What a request generated before it gave way is an answer still, though it comes back with it as its prompt."""
+    cache = make(64)
+    answered(cache, PROMPT, THINKING, request_id="r", session="s").release()
+    cache.clear()
+    turn(cache, [*PROMPT, *THINKING], ANSWER, request_id="r", count_lookup=False)
+    turn(cache, [*PROMPT, *ANSWER, *NEXT], [])
+    assert superseded(cache) == 68 - 24
+
+
 def test_thinking_of_a_whole_tool_loop_is_superseded(make: MakeCache) -> None:
     """Templates keep the thinking of tool calls until the user speaks again, then drop all of it: the rest of the
     path, prompts of tool results included, is replaced."""
@@ -443,6 +453,7 @@ def test_explained_as_the_sessions_doing(make: MakeCache, clock: ManualClock) ->
     lease.release()
     assert (explanation.reason, explanation.policy, explanation.evicted_seconds_ago) == ("evicted", "session", 3)
     assert "its session had ended or replaced it" in explanation.message
+    assert explanation.num_evicted_tokens == 16
     assert explanation.session == "s"
 
 
