@@ -10,14 +10,15 @@ from looseleaf.core.events import BlocksMoved, BlocksRemoved, BlocksStored
 from looseleaf.core.explain import Explanation
 from looseleaf.core.inspection import StoredPart
 from looseleaf.core.lease import Lease
-from looseleaf.core.manager import CacheManager, PrefixMatch
+from looseleaf.core.manager import CacheManager
 from looseleaf.core.misses import MissSummary
 from looseleaf.core.moving import CompactionResult, ResizeResult
 from looseleaf.core.namespaces import NamespaceLayer, namespace_of
 from looseleaf.core.pin_record import Pin
-from looseleaf.core.reports import Fragmentation, GroupUse
+from looseleaf.core.reports import Fragmentation, GroupUse, PrefixMatch
 from looseleaf.core.sessions import Session, SessionEnd
 from looseleaf.core.stats import CacheStats, ClearResult
+from looseleaf.core.usage import NamespaceUsage
 from looseleaf.errors import (
     CapacityError,
     CommitBeyondReserved,
@@ -75,6 +76,7 @@ __all__ = [
     "MissSummary",
     "ModelError",
     "NamespaceLayer",
+    "NamespaceUsage",
     "OutOfBlocks",
     "PageCorrupt",
     "Pin",

@@ -10,6 +10,7 @@ import numpy as np
 
 from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.core.eviction import POLICIES
+from looseleaf.core.namespaces import account_of
 from looseleaf.core.settings import strict_settings, unknown_setting
 from looseleaf.errors import ConfigError
 from looseleaf.ids import Int64Array
@@ -33,6 +34,15 @@ def check_share(name: str, value: object) -> None:
     """ConfigError if `value` is no share from 0 to 1."""
     if not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0):
         raise ConfigError(f"{name} is {value!r}; it must be a share from 0 to 1")
+
+
+def check_account(namespace: object) -> None:
+    """ConfigError if a namespace can't have a quota of its own."""
+    if not isinstance(namespace, str):
+        raise ConfigError(f"a quota is set for namespace {namespace!r}; it must be a string")
+    if account_of(namespace) != namespace:
+        hint = f"set the tenant's quota, that of namespace {account_of(namespace)!r}"
+        raise ConfigError(f"namespace {namespace!r} is a part of a tenant's: its memory counts to the tenant", hint)
 
 
 @strict_settings
@@ -93,7 +103,9 @@ class CacheConfig:
     groups: the layer groups; all their lanes take blocks from this one pool. num_known_requests: finished requests that
     `explain` and `pin(request_id=...)` remember. layout: fingerprint of what a block holds; an engine refuses a
     model of another one. namespace_pin_quotas: shares of all blocks that the pins of single namespaces may
-    hold, within pin_quota. auto_pin: what the cache may pin by itself; None: nothing.
+    hold, within pin_quota. auto_pin: what the cache may pin by itself; None: nothing. namespace_quotas: shares of all
+    blocks that single namespaces (or tenants, see `account_of`) may store; what is over a quota goes first, and takes
+    nobody else's place. fair_shares: memory is taken from the namespace that uses most.
     """
 
     num_pages: int
@@ -107,6 +119,8 @@ class CacheConfig:
     layout: str = ""
     namespace_pin_quotas: Mapping[str, float] = field(default_factory=dict)
     auto_pin: AutoPinConfig | None = None
+    namespace_quotas: Mapping[str, float] = field(default_factory=dict)
+    fair_shares: bool = False
 
     def __post_init__(self) -> None:
         """Check every value and their combinations.
@@ -134,6 +148,11 @@ class CacheConfig:
         check_share("pin_quota", self.pin_quota)
         for namespace, share in self.namespace_pin_quotas.items():
             check_share(f"namespace_pin_quotas[{namespace!r}]", share)
+        for namespace, share in self.namespace_quotas.items():
+            check_share(f"namespace_quotas[{namespace!r}]", share)
+            check_account(namespace)
+        if not isinstance(self.fair_shares, bool):
+            raise ConfigError(f"fair_shares is {self.fair_shares!r}; it must be True or False")
         if self.reserve_pages > self.num_pages:
             raise ConfigError(f"reserve_pages is {self.reserve_pages}, above num_pages {self.num_pages}")
         if not isinstance(self.auto_pin, (AutoPinConfig, type(None))):
@@ -213,6 +232,8 @@ class CachePlan:
     namespace_quotas: Mapping[str, int]
     reserve_blocks: int
     groups: tuple[GroupPlan, ...]
+    stored_quotas: Mapping[str, int]
+    fair_shares: bool
 
     @classmethod
     def of(cls, config: CacheConfig, num_pages: int | None = None) -> CachePlan:
@@ -237,6 +258,8 @@ class CachePlan:
             },
             reserve_blocks=config.reserve_pages * per_page,
             groups=tuple(groups),
+            stored_quotas={name: math.floor(share * num_blocks) for name, share in config.namespace_quotas.items()},
+            fair_shares=config.fair_shares,
         )
         return plan if plan.num_lanes == 1 and not plan.slides else replace(plan, num_tokens=plan._most_tokens())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from looseleaf.core.forgotten import CLEARED, EXPENDED, ForgottenTable
+from looseleaf.core.forgotten import CLEARED, EXPENDED, OVER_QUOTA, ForgottenTable
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES, unpack_tokens
 from looseleaf.core.tree import Node, PrefixTree
@@ -26,6 +26,9 @@ NUM_SHOWN_TOKENS = 8
 SESSION_POLICY = "session"
 """Told instead of the policy's name for what was evicted since its session had ended or replaced it."""
 
+QUOTA_POLICY = "quota"
+"""Told instead of the policy's name for what was evicted since its namespace was over its quota."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -36,10 +39,10 @@ class Explanation:
     nothing was missed. `num_shared_tokens`: tokens in common with something stored, whole blocks or not. `reason` is
     about the first miss. `num_pinned_tokens`: tokens of the hit that pins kept. `by_rung`: the hit's tokens by the rung
     of reuse that gave them. Of what was evicted: `evicted_seconds_ago` from the look-up, by which `policy` ("session":
-    its session had ended or replaced it), and `pressure`, the blocks evicted between then and the look-up.
-    `stored_tokens`, `asked_tokens`: up to 8 token ids from `first_missed_token` on, as they are stored and as they were
-    asked for, if these differ. (What is stored may be another client's of the same namespace.) `session`: the
-    request's.
+    its session had ended or replaced it; "quota": its namespace was over its own), and `pressure`, the blocks evicted
+    between then and the look-up. `stored_tokens`, `asked_tokens`: up to 8 token ids from `first_missed_token` on, as
+    they are stored and as they were asked for, if these differ. (What is stored may be another client's of the same
+    namespace.) `session`: the request's.
     """
 
     num_prompt_tokens: int
@@ -130,6 +133,8 @@ class Finding:
                 return told
             if self.why == SESSION_POLICY:
                 return f"{told}, since its session had ended or replaced it"
+            if self.why == QUOTA_POLICY:
+                return f"{told}, since its namespace stored more than its quota"
             return f"{told} by policy {self.why!r}, and {self.pressure} blocks since"
         if self.reason == "other_namespace":
             what = f"what follows token {cached}" if cached else "its beginning"
@@ -227,7 +232,7 @@ def explain_lookup(
     lost = forgotten.look_up(node, block, tenancy.borders)
     if lost is not None:
         found.reason = "cleared" if lost.cause == CLEARED else "evicted"
-        found.why = SESSION_POLICY if lost.cause == EXPENDED else now.policy
+        found.why = {EXPENDED: SESSION_POLICY, OVER_QUOTA: QUOTA_POLICY}.get(lost.cause, now.policy)
         found.lost_at_seconds = lost.at_seconds
         found.pressure = now.num_evicted_blocks - lost.num_evicted_blocks
         return found

@@ -21,13 +21,15 @@ EVICTED = 1
 CLEARED = 2
 EXPENDED = 3
 """Evicted before the policy's choice: its session had ended or replaced it."""
+OVER_QUOTA = 5
+"""Evicted since its namespace stored more than its quota."""
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits of Python's hashes over the table
 
 
 @dataclass(frozen=True)
 class ForgottenBlock:
     """When (seconds of the cache's clock, and blocks evicted by then) a block was forgotten, and why: `EVICTED`,
-    `EXPENDED` or `CLEARED`."""
+    `EXPENDED`, `OVER_QUOTA` or `CLEARED`."""
 
     at_seconds: float
     num_evicted_blocks: int
@@ -99,7 +101,7 @@ class ForgottenTable:
         """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
         one between them that is not was overwritten in the table."""
         places = self._places(keys)
-        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] & 1 == 1))  # evicted or expended
+        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] & 1 == 1))  # all but cleared
         count = int(known[-1]) + 1 if len(known) else 0
         nearest = known[np.searchsorted(known, np.arange(count))]  # itself, or the next that is known
         return EvictedRun(keys[:count], self._counts[places[nearest]])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from looseleaf.core.leasing import LeaseDesk
+from looseleaf.core.namespaces import account_of
 from looseleaf.core.pin_record import HARD, SOFT, PinHold
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tree import ABSENT, Node
@@ -26,6 +27,7 @@ def check_integrity(store: BlockStore, desk: LeaseDesk) -> None:
     _check_pins(store)
     _check_sessions(store, desk)
     _check_victims(store)
+    _check_usage(store, desk)
 
 
 def _require(holds: bool, invariant: str, facts: str) -> None:
@@ -326,3 +328,26 @@ def _check_victims(store: BlockStore) -> None:
     for queue, nodes in expected.items():
         offered = set(store.victims.offered(queue))
         _require(offered == nodes, "I9", f"{queue} victims are {sorted(nodes)[:8]}…, offered {sorted(offered)[:8]}…")
+
+
+def _check_usage(store: BlockStore, desk: LeaseDesk) -> None:
+    """I1: what accounts use adds up to what is stored and held. I9: each run is with its own account's policy."""
+    usage, shares = store.usage, store.victims.shares
+    stored: Counter[str] = Counter()
+    private: Counter[str] = Counter()
+    for node in _stored_nodes(store):
+        stored[account_of(node.namespace)] += int(np.count_nonzero(node.blocks != ABSENT))
+    for lease in desk.live.values() if usage.tracks_private else ():
+        private[account_of(lease.namespace)] += lease.num_private_blocks
+    for name in usage.accounts.keys() | stored.keys() | private.keys():
+        account = usage.accounts.get(name)
+        counted = (0, 0) if account is None else (account.stored_blocks, account.private_blocks)
+        found = (stored[name], private[name])
+        _require(found == counted, "I1", f"(stored, private) blocks of {name!r} are {found}, counted {counted}")
+        is_over = account is not None and account.excess_blocks > 0
+        _require(not is_over or account in usage.over_quota, "I1", f"{name!r} is over its quota, and nobody knows")
+    num_users = sum(account.used_blocks > 0 for account in usage.accounts.values())
+    _require(num_users == usage.num_users, "I1", f"{num_users} accounts have blocks, counted {usage.num_users}")
+    if shares is not None:
+        wrong = [node.id for node in _stored_nodes(store) if node.queue == "unpinned" and not shares.is_with_own(node)]
+        _require(not wrong, "I9", f"nodes {wrong[:8]}… are not with their account's policy")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from looseleaf.core.tokens import Tokens
+from looseleaf.core.tree import ABSENT
 from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Lease:
 
     __slots__ = (
         "copies", "cuts", "desk", "expected_ends", "expected_tokens", "finding", "first_rows", "head", "is_open",
-        "missed_keys", "node", "num_blocks", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "number",
+        "missed_keys", "node", "num_blocks", "num_cached_tokens", "num_counted_blocks", "num_output_tokens",
+        "num_prompt_tokens", "number",
         "opened_tick", "own_node", "request_id", "row", "stores", "table", "tenancy", "views",
     )  # fmt: skip
 
@@ -74,11 +76,19 @@ class Lease:
         self.finding = finding  # of its first look-up
         self.copies: list[tuple[int, int]] = []
         self.is_open = True
+        self.num_counted_blocks = 0  # of it that are in its namespace's account as private
 
     @property
     def namespace(self) -> Namespace:
         """The request's own namespace."""
         return self.tenancy.namespace
+
+    @property
+    def num_private_blocks(self) -> int:
+        """Blocks of it that are not stored, in all lanes. O(1) unless it was detached or stores nothing."""
+        if self.stores:
+            return (self.num_blocks - self.node.end) * int(self.table.shape[1])
+        return int(np.count_nonzero(self.table[: self.num_blocks] != ABSENT))
 
     @property
     def layers(self) -> tuple[NamespaceLayer, ...]:

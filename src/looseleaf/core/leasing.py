@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,16 +17,9 @@ from looseleaf.core.lease_table import LeaseTable, present, read_only
 from looseleaf.core.lookup import Query, look_up
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
-from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
+from looseleaf.core.tokens import TOKEN_BYTES, Tokens, check_count, pack_one_each, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
-from looseleaf.errors import (
-    CommitBeyondReserved,
-    DuplicateRequest,
-    InvalidTokens,
-    LeaseClosed,
-    RequestError,
-    TruncateBelowCommitted,
-)
+from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, RequestError, TruncateBelowCommitted
 from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
 
 
@@ -91,7 +83,7 @@ class LeaseDesk:
             request_id = self._claim(request_id)
             num_committed = int(self.rows.num_committed[parent.row])
             num_full, num_tail = divmod(num_committed, self._block_tokens)
-            if num_tail and not self._store.make_room(self._num_lanes):
+            if num_tail and not self._make_room([parent], [1]):
                 raise self._store.out_of_blocks(self._num_lanes)
             shared = parent.table[:num_full].copy()
             num_tokens = int(self.rows.num_tokens[parent.row])
@@ -173,6 +165,7 @@ class LeaseDesk:
                 end = lease.node.nearest_alive()
                 self._store.sessions.end(lease.number, end, self._known_tokens(lease), self._clock())
             lease.is_open = False
+            self._store.usage.add_blocks(lease.namespace, private=-lease.num_counted_blocks)
             self.rows.close(lease.row)
             del self.live[lease.request_id]
 
@@ -181,6 +174,14 @@ class LeaseDesk:
         for lease in self.live.values():
             if namespace is None or namespace in lease.tenancy.namespaces:
                 lease.stores = False
+                self.count_private(lease)
+
+    def count_private(self, lease: Lease) -> None:
+        """Bring the lease's blocks that are not stored to account, if that is of interest to anybody."""
+        if self._store.usage.tracks_private:
+            change = lease.num_private_blocks - lease.num_counted_blocks
+            lease.num_counted_blocks += change
+            self._store.usage.add_blocks(lease.namespace, private=change)
 
     def rename(self, new_id: Int32Array) -> None:
         """Blocks have other ids now: `new_id` [old id], and ABSENT for ABSENT."""
@@ -194,21 +195,21 @@ class LeaseDesk:
 
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.reserve`."""
-        num_tokens = _count(num_tokens, "reserve")
+        num_tokens = check_count(num_tokens, "reserve")
         with self._lock:
             if not self.try_reserve(lease, num_tokens):
                 raise self._store.out_of_blocks((self._blocks_for(num_tokens) - lease.num_blocks) * self._num_lanes)
 
     def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `Lease.try_reserve`."""
-        num_tokens = _count(num_tokens, "try_reserve")
+        num_tokens = check_count(num_tokens, "try_reserve")
         with self._lock:
             self._check_open(lease, "reserve")
             if num_tokens <= self.rows.num_reserved[lease.row]:
                 return True
             missing = self._blocks_for(num_tokens) - lease.num_blocks
             if missing > 0:
-                if not self._store.make_room(missing * self._num_lanes):
+                if not self._make_room([lease], [missing]):
                     return False
                 self._take(lease, missing)
             self._sync(lease, num_reserved=num_tokens)
@@ -226,7 +227,7 @@ class LeaseDesk:
 
     def commit(self, lease: Lease, num_tokens: int, is_padded: bool) -> None:
         """See `Lease.commit`."""
-        num_tokens = _count(num_tokens, "commit")
+        num_tokens = check_count(num_tokens, "commit")
         with self._lock:
             self._check_open(lease, "commit")
             rows, row = self.rows, lease.row
@@ -238,7 +239,7 @@ class LeaseDesk:
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.truncate`."""
-        num_tokens = _count(num_tokens, "truncate")
+        num_tokens = check_count(num_tokens, "truncate")
         with self._lock:
             self._check_open(lease, "truncate")
             rows, row = self.rows, lease.row
@@ -260,17 +261,9 @@ class LeaseDesk:
 
     def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
         """See `CacheManager.append_many`."""
-        try:
-            tokens = np.asarray(token_ids)
-        except ValueError as error:
-            raise InvalidTokens(f"tokens are no array of integers ({error})") from None
-        if tokens.shape != (len(leases),):
-            raise RequestError(
-                f"{len(leases)} leases but tokens of shape {tokens.shape}", "append_many takes one token each"
-            )
+        packed = pack_one_each(token_ids, len(leases))
         if len(leases) == 0:
             return np.empty(0, dtype=np.int64)
-        packed = unpack_tokens(pack_tokens(tokens))
         with self._lock:
             rows = self._rows_of(leases, "append_many")
             table = self.rows
@@ -323,12 +316,18 @@ class LeaseDesk:
     def _grow_many(self, leases: list[Lease]) -> None:
         """Room for the next token of each lease: all or nothing."""
         missing = [self._blocks_for(int(self.rows.num_tokens[lease.row]) + 1) - lease.num_blocks for lease in leases]
-        needed = sum(missing) * self._num_lanes
-        if not self._store.make_room(needed):
-            raise self._store.out_of_blocks(needed)
+        if not self._make_room(leases, missing):
+            raise self._store.out_of_blocks(sum(missing) * self._num_lanes)
         for lease, count in zip(leases, missing, strict=True):
             self._take(lease, count)
             self._sync(lease, num_reserved=int(self.rows.num_tokens[lease.row]) + 1)
+
+    def _make_room(self, leases: Sequence[Lease], num_rows: Sequence[int]) -> bool:
+        """Have free what each of these leases is about to take, so many blocks in each lane; False if that can't be."""
+        wanted: dict[Namespace, int] = {}
+        for lease, count in zip(leases, num_rows, strict=True):
+            wanted[lease.namespace] = wanted.get(lease.namespace, 0) + count * self._num_lanes
+        return self._store.make_room(sum(wanted.values()), wanted)
 
     def _rows_of(self, leases: Sequence[Lease], call: str) -> Int64Array:
         for lease in leases:
@@ -424,7 +423,7 @@ class LeaseDesk:
 
     def expect_end(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.expect_end`."""
-        num_tokens = _count(num_tokens, "expect_end")
+        num_tokens = check_count(num_tokens, "expect_end")
         with self._lock:
             self._check_open(lease, "expect_end")
             num_blocks = num_tokens // self._block_tokens
@@ -471,6 +470,7 @@ class LeaseDesk:
         if num_reserved is not None:
             rows.num_reserved[row] = num_reserved
             rows.num_places[row] = lease.num_blocks * self._block_tokens
+        self.count_private(lease)
         index = int(rows.num_tokens[row]) // self._block_tokens
         rows.next_block[row] = lease.table[index] if index < lease.num_blocks else ABSENT
 
@@ -487,14 +487,3 @@ class LeaseDesk:
     def _check_open(lease: Lease, call: str) -> None:
         if not lease.is_open:
             raise LeaseClosed(lease.request_id, call)
-
-
-def _count(num_tokens: int, call: str) -> int:
-    """`num_tokens` as an int; RequestError if it is none or negative."""
-    try:
-        count = operator.index(num_tokens)
-    except TypeError:
-        raise RequestError(f"{call}({num_tokens!r}): a number of tokens is an integer") from None
-    if count < 0:
-        raise RequestError(f"{call}({count}): a number of tokens is not negative")
-    return count

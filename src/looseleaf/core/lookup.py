@@ -11,7 +11,7 @@ from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES
 from looseleaf.core.tree import Node
-from looseleaf.ids import Int32Array, Int64Array
+from looseleaf.ids import Int32Array, Int64Array, Namespace
 
 
 @dataclass(slots=True)  # not frozen: that costs three times as much, at each look-up
@@ -75,13 +75,14 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
     if query.session is not None and query.is_counted:
         store.sessions.supersede(query.request, node, data)
     if query.is_counted:
-        _count(store, finding)
+        _count(store, query.tenancy.namespace, finding)
         store.misses.record(query.tenancy.namespace, finding)
     return Found(node, table, query.earlier or finding, missing)
 
 
-def _count(store: BlockStore, finding: Finding) -> None:
-    """Each look-up counts once, with the whole prompt."""
+def _count(store: BlockStore, namespace: Namespace, finding: Finding) -> None:
+    """Each look-up counts once, with the whole prompt, in all and for the request's namespace."""
+    store.usage.on_lookup(namespace, finding.num_prompt_tokens, finding.num_cached_tokens)
     counters = store.counters
     counters.num_lookups += 1
     counters.query_tokens += finding.num_prompt_tokens
@@ -117,7 +118,7 @@ def _tell_others(
     run = store.forgotten.evicted_run(keys)
     cuts: Sequence[int] = ()
     if uses_keys:
-        cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request))
+        cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request), query.tenancy, node.end)
     if finding.reason == "cleared":
         finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens
     if finding.reason == "evicted":

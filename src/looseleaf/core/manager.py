@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy.typing as npt
 
@@ -26,32 +26,14 @@ from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resiz
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.pin_desk import PinDesk, PinWish
 from looseleaf.core.pin_record import HARD, PastPin, Pin
-from looseleaf.core.reports import Fragmentation, collect_stats, measure_fragmentation
+from looseleaf.core.reports import Fragmentation, PrefixMatch, Room, collect_stats, collect_usage, measure_fragmentation
 from looseleaf.core.sessions import Session, SessionEnd
 from looseleaf.core.stats import CacheStats, ClearResult
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, pack_tokens
+from looseleaf.core.usage import NamespaceUsage
 from looseleaf.errors import LifecycleError, RequestError
 from looseleaf.ids import Int64Array, Namespace, RequestId
-
-
-@dataclass(frozen=True)
-class PrefixMatch:
-    """How much of a prompt would hit now. `num_tokens`: whole blocks, at most num_prompt_tokens - 1. `by_rung`: the
-    same tokens by the rung of reuse that gives them. `num_blocks`: blocks, in all lanes, that a lease would hold."""
-
-    num_tokens: int
-    num_prompt_tokens: int
-    by_rung: Mapping[str, int]
-    num_blocks: int = 0
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a reservation can have now: blocks that are free, and blocks that can be evicted for it."""
-
-    num_free_blocks: int
-    num_evictable_blocks: int
 
 
 class CacheManager:
@@ -73,7 +55,7 @@ class CacheManager:
         self.plan = CachePlan.of(config)
         self._clock = clock
         self._lock = threading.RLock()
-        self._store = BlockStore(self.plan, POLICIES[config.policy](self.plan.num_blocks), clock, on_event)
+        self._store = BlockStore(self.plan, POLICIES[config.policy], clock, on_event)
         max_tokens = 4 * self.plan.num_blocks * self.plan.block_tokens
         self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
@@ -330,12 +312,14 @@ class CacheManager:
     # --- upkeep and answers ---------------------------------------------------------------------------------------
 
     def maintain(self) -> None:
-        """Between steps: expire pins, and evict ahead of need while fewer than `reserve_pages` pages are free.
+        """Between steps: expire pins, evict what is over a quota and nobody holds any more, and evict ahead of need
+        while fewer than `reserve_pages` pages are free.
 
         Cheap when there is nothing to do. Evicts at most until twice the reserve is free in blocks, wherever they lie.
         """
         with self._lock:
             self._store.expire_pins()
+            self._store.quotas.keep()
             reserve = self.plan.reserve_blocks
             pool = self._store.pool
             while pool.num_free_pages < self.config.reserve_pages and pool.num_free_blocks < 2 * reserve:
@@ -347,6 +331,31 @@ class CacheManager:
         with self._lock:
             self._store.expire_pins()
             return collect_stats(self._store, self._desk, self.config.page_tokens)
+
+    def namespace_usage(self) -> list[NamespaceUsage]:
+        """Who stores, holds, pins, hits and loses how much, by tenant (`account_of`), largest user first.
+
+        Tenants and namespaces without a block are remembered as long as they are not more than 1,024; a last entry with
+        the namespace None sums up all others. O(namespaces + nodes that leases hold).
+        """
+        with self._lock:
+            self._store.expire_pins()
+            return collect_usage(self._store, self._desk)
+
+    def set_namespace_quota(self, share: float, namespace: Namespace) -> None:
+        """Another share of all blocks that a namespace, or a tenant, may store. In force at once: what it has beyond
+        that and neither leases nor pins hold is evicted, the rest when they let go. O(nodes) for its first quota.
+
+        Raises:
+            ConfigError: not a share from 0 to 1, or a namespace that counts to a tenant; nothing has changed.
+        """
+        with self._lock:
+            quotas = {**self.config.namespace_quotas, namespace: share}
+            config = replace(self.config, namespace_quotas=quotas)
+            self._store.set_plan(CachePlan.of(config))
+            for lease in self._desk.live.values():
+                self._desk.count_private(lease)
+            self.config, self.plan = config, self._store.plan
 
     def fragmentation(self) -> Fragmentation:
         """How the memory is cut up at this moment. O(blocks): for dashboards, not for every step."""

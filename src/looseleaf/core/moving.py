@@ -49,9 +49,9 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
     outside = np.flatnonzero(taken[plan.num_blocks :]).astype(np.int32) + np.int32(plan.num_blocks)
     inside = free[: len(outside)]
     _move(store, desk, outside, inside, plan.num_pages)
-    store.plan = plan
     store.pressure.num_blocks = plan.num_blocks
     store.victims.policy.resize(plan.num_blocks)
+    store.set_plan(plan)
     store.pins.set_quotas(plan)
     return ResizeResult(plan.num_pages, plan.num_blocks, num_evicted, _pairs(outside, inside))
 

@@ -44,6 +44,11 @@ class PinMarks:
         hard = self._hard_in.get(namespace, 0)
         return hard if hard_only else hard + self._soft_in.get(namespace, 0)
 
+    def by_namespace(self) -> Iterator[tuple[Namespace, int]]:
+        """The namespaces in which pins hold blocks, and how many, each counted once."""
+        for namespace in self._hard_in.keys() | self._soft_in.keys():
+            yield namespace, self.taken_blocks(namespace)
+
     def held_blocks(self, hold: PinHold) -> int:
         """Blocks, in all lanes, that a hold takes, shared or not."""
         return self._taken(hold.node.end, [group for _, group in self._guarded_groups(hold)])

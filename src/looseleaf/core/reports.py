@@ -1,7 +1,9 @@
-"""What `stats()` and `fragmentation()` answer, gathered from the parts."""
+"""What `stats()`, `fragmentation()` and their like answer, gathered from the parts."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,26 @@ from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.stats import CacheStats
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tree import ABSENT
+from looseleaf.core.usage import Account, NamespaceUsage
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """How much of a prompt would hit now. `num_tokens`: whole blocks, at most num_prompt_tokens - 1. `by_rung`: the
+    same tokens by the rung of reuse that gives them. `num_blocks`: blocks, in all lanes, that a lease would hold."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    by_rung: Mapping[str, int]
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a reservation can have now: blocks that are free, and blocks that can be evicted for it."""
+
+    num_free_blocks: int
+    num_evictable_blocks: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,7 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
         evicted_tokens=counters.evicted_tokens,
         cleared_tokens=counters.cleared_tokens,
         slid_out_blocks=counters.slid_out_blocks,
+        over_quota_tokens=counters.over_quota_tokens,
         num_demand_evictions=counters.num_demand_evictions,
         num_lanes=plan.num_lanes,
         num_leases=len(desk.live),
@@ -91,6 +114,39 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
         num_namespaces=store.tree.num_namespaces,
         num_nodes=len(store.tree.nodes),
     )
+
+
+def collect_usage(store: BlockStore, desk: LeaseDesk) -> list[NamespaceUsage]:
+    """The answer of `CacheManager.namespace_usage`. O(accounts + nodes that leases hold)."""
+    usage, refs = store.usage, store.ledger.refs
+    held: Counter[Account] = Counter()
+    nodes = {node.id: node for lease in desk.live.values() if lease.stores for node in lease.node.path()}
+    for node in nodes.values():
+        blocks = node.blocks[node.blocks != ABSENT]
+        held[usage.of(node.namespace)] += int(np.count_nonzero(refs[blocks]))
+    for lease in desk.live.values():
+        held[usage.of(lease.namespace)] += lease.num_private_blocks
+    pinned: Counter[Account] = Counter()
+    for namespace, count in store.pins.marks.by_namespace():
+        pinned[usage.of(namespace)] += count
+    accounts = sorted(usage.accounts.values(), key=lambda account: (-account.used_blocks, -account.query_tokens))
+    of_others = [usage.others] if usage.others.num_lookups or usage.others.evicted_tokens else []
+    return [
+        NamespaceUsage(
+            namespace=None if account is usage.others else account.name,
+            stored_blocks=account.stored_blocks,
+            held_blocks=held[account],
+            pinned_blocks=pinned[account],
+            quota_blocks=account.quota_blocks,
+            num_lookups=account.num_lookups,
+            query_tokens=account.query_tokens,
+            hit_tokens=account.hit_tokens,
+            hit_rate=account.hit_tokens / account.query_tokens if account.query_tokens else 0.0,
+            evicted_tokens=account.evicted_tokens,
+            over_quota_tokens=account.over_quota_tokens,
+        )
+        for account in (*accounts, *of_others)
+    ]
 
 
 def measure_fragmentation(store: BlockStore, desk: LeaseDesk) -> Fragmentation:

@@ -35,6 +35,11 @@ class SlidRows:
     key: int
 
     @property
+    def is_warm(self) -> bool:
+        """A look-up or a lease once ended so that it needed them, and no pin guards them."""
+        return self.key >= 0 and not self.is_soft
+
+    @property
     def is_soft(self) -> bool:
         """A soft pin guards them."""
         return self.key >= SOFT_TICK // 2

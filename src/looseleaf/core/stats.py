@@ -17,6 +17,7 @@ class Counters:
     cleared_tokens: int = 0
     stored_tokens: int = 0
     slid_out_blocks: int = 0
+    over_quota_tokens: int = 0
     num_demand_evictions: int = 0
 
 
@@ -28,7 +29,8 @@ class CacheStats:
     uncommitted_tokens: reserved but not written yet, counted apart from waste. hit_rate: hit_tokens / query_tokens, 0
     before the first look-up. below_block_tokens: tokens shared with something stored beyond the last whole block that
     matched. pinned_blocks = hard_pinned_blocks + blocks under soft pins only. slid_out_blocks: blocks of sliding groups
-    that were evicted while the rest of their prefix stayed. num_demand_evictions: reservations that had to evict
+    that were evicted while the rest of their prefix stayed. over_quota_tokens: those of evicted_tokens that went
+    since their namespace stored more than its quota. num_demand_evictions: reservations that had to evict
     themselves, since `maintain` had not kept enough free. num_lanes: lanes of all layer groups; a token is stored
     in a block of each.
     """
@@ -58,6 +60,7 @@ class CacheStats:
     evicted_tokens: int
     cleared_tokens: int
     slid_out_blocks: int
+    over_quota_tokens: int
     num_demand_evictions: int
     num_lanes: int
     num_leases: int

@@ -4,7 +4,7 @@ meet."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,19 +13,21 @@ from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.blocks import BlockLedger
 from looseleaf.core.config import CachePlan, GroupPlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
-from looseleaf.core.eviction import EvictionPolicy, Use
-from looseleaf.core.forgotten import CLEARED, EVICTED, EXPENDED, ForgottenTable
+from looseleaf.core.eviction import PolicyFactory, Use
+from looseleaf.core.forgotten import CLEARED, EVICTED, EXPENDED, OVER_QUOTA, ForgottenTable
 from looseleaf.core.misses import MissLog
 from looseleaf.core.namespaces import Border
 from looseleaf.core.pages import PagePool
 from looseleaf.core.pins import PinBook
 from looseleaf.core.pressure import Pressure
+from looseleaf.core.quotas import QuotaKeeper
 from looseleaf.core.row_marks import RowMarks
 from looseleaf.core.sessions import SessionBook
 from looseleaf.core.slid_out import COLD_TICK, SlidOutQueue, SlidRows
 from looseleaf.core.stats import ClearResult, Counters
 from looseleaf.core.tokens import unpack_tokens
 from looseleaf.core.tree import ABSENT, Match, Node, PrefixTree
+from looseleaf.core.usage import UsageBook
 from looseleaf.core.victims import VictimQueue
 from looseleaf.errors import OutOfBlocks
 from looseleaf.ids import Int32Array, Int64Array, Namespace
@@ -63,7 +65,7 @@ class BlockStore:
     ids. Block tables are int32 [num_blocks, num_lanes] with ABSENT where a sliding group holds nothing."""
 
     def __init__(
-        self, plan: CachePlan, policy: EvictionPolicy, clock: Callable[[], float], on_event: EventListener | None
+        self, plan: CachePlan, factory: PolicyFactory, clock: Callable[[], float], on_event: EventListener | None
     ) -> None:
         self.plan = plan
         self.pool = PagePool(plan.num_pages, plan.blocks_per_page)
@@ -71,7 +73,8 @@ class BlockStore:
         self.tree = PrefixTree(plan.block_tokens, plan.num_lanes)
         self.sliding = [group for group in plan.groups if group.slides]
         self.slid_out = SlidOutQueue(self.sliding, self.tree, self.ledger)
-        self.victims = VictimQueue(policy, self.tree, self.slid_out)
+        self.usage = UsageBook()
+        self.victims = VictimQueue(factory(plan.num_blocks), self.tree, self.slid_out)
         self.pins = PinBook(plan, self.tree, self.ledger, self.victims, self.slid_out, clock, on_event)
         self.forgotten = ForgottenTable(plan.num_blocks, self.tree.block_bytes)
         self.pressure = Pressure(plan.num_blocks)
@@ -84,6 +87,8 @@ class BlockStore:
         self._seconds = -math.inf
         self._clock = clock
         self._keeps_all = len(self.sliding) < len(plan.groups)
+        self.quotas = QuotaKeeper(factory, self.victims, self.tree, self.usage, self.counters, self._evict_over_quota)
+        self.set_plan(plan)
 
     # --- finding and holding --------------------------------------------------------------------------------------
 
@@ -151,6 +156,7 @@ class BlockStore:
         self.victims.review(node)
         if node.is_root:
             self.drop_if_empty(node)
+        self.quotas.keep()
 
     def share(self, node: Node, blocks: Int32Array) -> None:
         """One more holder for blocks that have one; those stored lie on the path down to `node`. Not a use for the
@@ -246,6 +252,7 @@ class BlockStore:
             self._change_over(child, blocks[at : at + num_equal], holder.request)
             node, at = child, at + num_equal
             own_node = False
+        self.quotas.keep()
         return node, own_node
 
     def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
@@ -268,6 +275,7 @@ class BlockStore:
             filled: Int32Array = blocks[rows, group.lanes]
             node.blocks[rows, group.lanes] = filled
             self.ledger.store(filled.ravel())
+            self.usage.add_blocks(node.namespace, stored=filled.size)
             if self.on_event is not None:
                 keys = self.forgotten.keys_of(node)
                 for row, ids in zip(rows.tolist(), filled, strict=True):
@@ -284,6 +292,7 @@ class BlockStore:
         """Store a run that is not stored yet, in `namespace`: longer, where the holder's own node still has one
         history, else as a child."""
         self.ledger.store(blocks.ravel())
+        self.usage.add_blocks(namespace, stored=blocks.size)
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
         tick = COLD_TICK + holder.opened_tick
         grows = holder.own_node and node.is_leaf and not (node.sealed or holder.is_padded)
@@ -319,9 +328,9 @@ class BlockStore:
 
     # --- forgetting -----------------------------------------------------------------------------------------------
 
-    def make_room(self, num_blocks: int) -> bool:
-        """Have at least `num_blocks` free blocks, evicting if need be; False, with nothing evicted, if that can't
-        be."""
+    def make_room(self, num_blocks: int, wanted: Mapping[Namespace, int]) -> bool:
+        """Have at least `num_blocks` free blocks, evicting if need be; False, with nothing evicted, if that can't be.
+        `wanted`: how many of them namespaces are about to take, which counts against their quotas and shares."""
         missing = num_blocks - self.ledger.num_free_blocks
         if missing <= 0:
             return True
@@ -329,7 +338,11 @@ class BlockStore:
         if missing > self.ledger.num_evictable_blocks:
             return False
         self.counters.num_demand_evictions += 1
-        self.evict(missing)
+        if self.victims.shares is None:
+            self.evict(missing)
+        else:
+            with self.quotas.expecting(wanted):
+                self.evict(missing - self.quotas.evict_own(wanted, missing))
         return True
 
     def out_of_blocks(self, needed: int) -> OutOfBlocks:
@@ -348,30 +361,51 @@ class BlockStore:
         while freed < num_blocks:
             slid = self.slid_out.first() if self.sliding else None
             leaf = self.victims.next(spare_soft)
+            most, shares = num_blocks - freed, self.victims.shares
+            if shares is not None and leaf is not None and leaf.queue == "unpinned":
+                most = min(most, shares.most_from(leaf))
+                if slid is not None and slid.is_warm and shares.goes_after(slid.node, leaf):
+                    slid = None
             if slid is not None and _goes_first(slid, leaf, spare_soft):
                 freed += self._evict_rows(slid, num_blocks - freed)
             elif leaf is not None:
-                freed += self._evict_tail(leaf, num_blocks - freed)
+                freed += self._evict_tail(leaf, most)
             else:
                 break
         self.pins.refill()
         return freed
 
-    def _evict_tail(self, leaf: Node, num_blocks: int) -> int:
+    def set_plan(self, plan: CachePlan) -> None:
+        """Other quotas of stored blocks, or another size. O(nodes) if accounts get a policy of their own."""
+        self.plan = plan
+        self.quotas.set(plan, lambda node: int(self.forgotten.keys_of(node)[0]))
+
+    def _evict_over_quota(self, leaf: Node, num_blocks: int) -> int:
+        freed = self._evict_tail(leaf, num_blocks, OVER_QUOTA)
+        self.pins.refill()
+        return freed
+
+    def _evict_tail(self, leaf: Node, num_blocks: int, cause: int = EVICTED) -> int:
         """Evict as much of a leaf's tail as frees `num_blocks` blocks, or all of it."""
         num_rows = -(-num_blocks // self.plan.num_lanes)
         if self.sliding:
             from_tail = np.cumsum(np.count_nonzero(leaf.blocks != ABSENT, axis=1)[::-1])
             num_rows = int(np.searchsorted(from_tail, num_blocks)) + 1
         num_rows = min(num_rows, leaf.num_blocks)
-        self.counters.evicted_tokens += num_rows * self.plan.block_tokens
-        return self._forget_tail(leaf, num_rows, EVICTED)
+        self._count_evicted(leaf, num_rows)
+        return self._forget_tail(leaf, num_rows, cause)
+
+    def _count_evicted(self, node: Node, num_rows: int) -> None:
+        num_tokens = num_rows * self.plan.block_tokens
+        self.counters.evicted_tokens += num_tokens
+        self.usage.of(node.namespace).evicted_tokens += num_tokens
 
     def _evict_rows(self, slid: SlidRows, num_blocks: int) -> int:
         """Evict rows of one sliding group; what nothing is left of goes too."""
         node = slid.node
         rows, blocks = self.slid_out.cut_out(slid, num_blocks)
         freed = self.ledger.forget(blocks)
+        self.usage.add_blocks(node.namespace, stored=-len(blocks))
         self.counters.slid_out_blocks += freed
         if self.on_event is not None:
             keys, name = self.forgotten.keys_of(node)[rows], self.sliding[slid.column].group.name
@@ -379,7 +413,7 @@ class BlockStore:
         while not self._keeps_all and node.queue in ("expendable", "unpinned") and (node.blocks == ABSENT).all():
             parent = node.parent
             assert parent is not None  # a root is in no queue
-            self.counters.evicted_tokens += node.num_blocks * self.plan.block_tokens
+            self._count_evicted(node, node.num_blocks)
             self._forget_tail(node, node.num_blocks, EVICTED)
             node = parent
         return freed
@@ -426,6 +460,7 @@ class BlockStore:
         self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
         num_freed = self.ledger.forget(blocks)
+        self.usage.add_blocks(node.namespace, stored=-len(blocks))
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
             self.victims.on_shortened(node, num_blocks, int(keys[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -9,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from looseleaf.errors import InvalidTokens
+from looseleaf.errors import InvalidTokens, RequestError
 
 Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
@@ -42,9 +43,37 @@ def pack_tokens(tokens: Tokens) -> bytes:
     return data
 
 
+def pack_one_each(token_ids: npt.ArrayLike, num_leases: int) -> npt.NDArray[np.int32]:
+    """One token for each of `num_leases` leases, int32 [num_leases].
+
+    Raises:
+        InvalidTokens: no tokens; RequestError: more or fewer.
+    """
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError as error:
+        raise InvalidTokens(f"tokens are no array of integers ({error})") from None
+    if tokens.shape != (num_leases,):
+        raise RequestError(
+            f"{num_leases} leases but tokens of shape {tokens.shape}", "append_many takes one token each"
+        )
+    return unpack_tokens(pack_tokens(tokens)) if num_leases else np.empty(0, dtype=np.int32)
+
+
 def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:
     """The int32 array [num_tokens] that `data` packs; read-only, no copy."""
     return np.frombuffer(data, dtype=np.int32)
+
+
+def check_count(num_tokens: int, call: str) -> int:
+    """`num_tokens` as an int; RequestError if it is none or negative."""
+    try:
+        count = operator.index(num_tokens)
+    except TypeError:
+        raise RequestError(f"{call}({num_tokens!r}): a number of tokens is an integer") from None
+    if count < 0:
+        raise RequestError(f"{call}({count}): a number of tokens is not negative")
+    return count
 
 
 def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from looseleaf.core.eviction import EvictionPolicy, StoredRun, Use
 from looseleaf.core.eviction.heap import OfferedHeap
+from looseleaf.core.fair_shares import PolicyShares
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.slid_out import SlidOutQueue
 from looseleaf.core.tree import Node, PrefixTree
+from looseleaf.core.usage import Account
 
 
 class VictimQueue:
@@ -18,7 +21,7 @@ class VictimQueue:
     follows.
     """
 
-    def __init__(self, policy: EvictionPolicy, tree: PrefixTree, slid_out: SlidOutQueue) -> None:
+    def __init__(self, policy: EvictionPolicy | PolicyShares, tree: PrefixTree, slid_out: SlidOutQueue) -> None:
         self.policy = policy
         self._tree = tree
         self._slid_out = slid_out
@@ -40,8 +43,16 @@ class VictimQueue:
         """A request reuses these runs, root side first."""
         self.policy.hit([node.id for node in path], use)
 
-    def on_missed(self, keys: Sequence[int], use: Use) -> Sequence[int]:
-        """Chain keys of what a request did not find. At which of them another run begins when it is stored."""
+    @property
+    def shares(self) -> PolicyShares | None:
+        """The policies of accounts, if there is not one for all."""
+        return self.policy if isinstance(self.policy, PolicyShares) else None
+
+    def on_missed(self, keys: Sequence[int], use: Use, tenancy: Tenancy, first_block: int) -> Sequence[int]:
+        """Chain keys of what a request did not find, from logical block `first_block` of its prompt on. At which of
+        them another run begins when it is stored."""
+        if isinstance(self.policy, PolicyShares):
+            return self.policy.missed(keys, use, tenancy, first_block)
         return self.policy.missed(keys, use)
 
     def on_released(self, path: Sequence[Node], use: Use, num_output_tokens: int) -> None:
@@ -74,6 +85,8 @@ class VictimQueue:
             self._soft.offer(node.id, (max(node.soft_priorities), self._num_soft_offers))
         elif wanted == "expendable":
             self._expendable.offer(node.id, (-node.end, node.id))
+            if self.shares is not None:
+                self.shares.offer_expendable(node, (-node.end, node.id))
         node.queue = wanted
 
     def withdraw(self, node: Node) -> None:
@@ -84,6 +97,8 @@ class VictimQueue:
             self._soft.withdraw(node.id)
         elif node.queue == "expendable":
             self._expendable.withdraw(node.id)
+            if self.shares is not None:
+                self.shares.withdraw_expendable(node)
         node.queue = ""
 
     def split(self, node: Node, num_blocks: int) -> Node:
@@ -103,6 +118,11 @@ class VictimQueue:
             node_id = self.policy.victim()
         if node_id is None and not spare_soft:
             node_id = self._soft.first()
+        return None if node_id is None else self._tree.nodes[node_id]
+
+    def next_of(self, account: Account) -> Node | None:
+        """The node of an account with a policy of its own to evict from now, none that a pin covers."""
+        node_id = None if self.shares is None else self.shares.victim_of(account)
         return None if node_id is None else self._tree.nodes[node_id]
 
     def offered(self, queue: str) -> Iterable[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
 
@@ -62,6 +63,8 @@ class ManagerMachine(SessionRules):
         reserve_pages=st.sampled_from([0, 1]),
         groups=st.sampled_from([(FULL,), *GROUPS]),
         auto_pin=AUTO_PINS,
+        namespace_quotas=st.one_of(st.just({}), st.dictionaries(st.sampled_from(["", "a", "s"]), SHARES, max_size=2)),
+        fair_shares=st.sampled_from([False, False, True]),
     )
     def make(
         self,
@@ -74,6 +77,8 @@ class ManagerMachine(SessionRules):
         reserve_pages: int,
         groups: tuple[LayerGroup, ...],
         auto_pin: AutoPinConfig | None,
+        namespace_quotas: dict[str, float],
+        fair_shares: bool,
     ) -> None:
         """An empty cache of any shape."""
         self.groups = groups
@@ -89,6 +94,8 @@ class ManagerMachine(SessionRules):
             groups=groups,
             num_known_requests=5,
             auto_pin=auto_pin,
+            namespace_quotas=namespace_quotas,
+            fair_shares=fair_shares,
         )
         self.mirror = EventMirror(block_tokens, groups)
         self.cache = CacheManager(config, clock=self.clock, on_event=self.mirror.on_event)
@@ -297,10 +304,21 @@ class ManagerMachine(SessionRules):
 
     @rule()
     def maintain(self) -> None:
-        """Upkeep never touches what is held or pinned (the invariants say so)."""
+        """Upkeep never touches what is held or pinned (the invariants say so), and leaves nobody over a quota who could
+        be within it."""
         expendable, stored = self.expendable(), set(self.mirror.blocks)
         self.cache.maintain()
         self.check_order(expendable, stored)
+        for usage in self.cache.namespace_usage():
+            if usage.quota_blocks is not None and usage.stored_blocks > usage.quota_blocks:
+                is_bound = any(other.held_blocks + other.pinned_blocks for other in self.cache.namespace_usage())
+                assert is_bound or any(len(set(owners)) > 1 for owners, _ in self.mirror.blocks)
+
+    @rule(share=SHARES, namespace=st.sampled_from(["", "a", "s"]))
+    def set_namespace_quota(self, share: float, namespace: str) -> None:
+        """Another quota of stored blocks is in force at once; held and pinned content stays (the invariants say so)."""
+        self.cache.set_namespace_quota(share, namespace)
+        assert self.cache.config.namespace_quotas[namespace] == share
 
     @precondition(lambda self: self.num_requests % 8 == 7)
     @rule(namespace=st.sampled_from([None, "", "a", "s"]), include_pins=st.booleans())
@@ -357,6 +375,17 @@ class ManagerMachine(SessionRules):
         )
         assert [[table.tolist() for table in lease.tables] for lease in self.leases] == tables
 
+    def _check_usage(self, stats: CacheStats) -> None:
+        """Figures by namespace add up to those of all, and stored blocks are those that the mirror has."""
+        usages = self.cache.namespace_usage()
+        for name in ("num_lookups", "query_tokens", "hit_tokens", "evicted_tokens", "over_quota_tokens"):
+            assert sum(getattr(usage, name) for usage in usages) == getattr(stats, name), name
+        stored: Counter[str] = Counter()
+        for (owners, _), groups in self.mirror.blocks.items():
+            stored[owners[-1]] += sum(map(len, groups.values()))
+        assert {usage.namespace: usage.stored_blocks for usage in usages if usage.stored_blocks} == +stored
+        assert sum(usage.pinned_blocks for usage in usages) == stats.pinned_blocks
+
     # --- after every rule -----------------------------------------------------------------------------------------
 
     @invariant()
@@ -374,6 +403,7 @@ class ManagerMachine(SessionRules):
         assert stats.stored_tokens == self.mirror.num_stored_tokens
         assert stats.evicted_tokens == self.mirror.num_removed_tokens["evicted"]
         assert stats.slid_out_blocks == self.mirror.num_removed_alone
+        self._check_usage(stats)
         self.check_pins()
         self.check_sessions()
         told = self.cache.miss_summary()
