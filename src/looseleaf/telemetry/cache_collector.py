@@ -45,6 +45,11 @@ COUNTERS = (
         "looseleaf_slid_out_blocks",
         "Blocks evicted of window and chunked groups whose prefix stayed in the others.",
     ),
+    CacheSample(
+        "over_quota_tokens",
+        "looseleaf_over_quota_tokens",
+        "Evicted tokens that went since their namespace stored more than its quota.",
+    ),
     CacheSample("num_made_pins", "looseleaf_made_pins", "Pins made, automatic ones too."),
     CacheSample("num_unpinned_pins", "looseleaf_unpinned_pins", "Pins that somebody undid."),
     CacheSample("num_expired_pins", "looseleaf_expired_pins", "Pins that ran out."),
