@@ -21,7 +21,7 @@ from looseleaf.testing import check_policy
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_contract(name: str) -> None:
     """[E48, E55] Victims are offered ones, cuts keep counters right, nothing leaks or scans; alone and in a cache."""
-    check_policy(BUILT_IN[name], num_examples=20)
+    check_policy(BUILT_IN[name], num_examples=12)
 
 
 class ReturnsWithdrawn(LRUPolicy):
@@ -164,3 +164,10 @@ def test_the_kit_sees_what_is_missing(method: str) -> None:
     """A method of the contract that a policy lacks is named."""
     with pytest.raises(AssertionError, match=rf"no method {method}\(\)"):
         check_policy(type("Half", (LRUPolicy,), {method: None}), num_examples=1)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_contract_at_length(name: str) -> None:
+    """[E48, E55] The same by 100,000 calls on its own and 20,000 in a cache."""
+    check_policy(BUILT_IN[name], num_examples=2000)

@@ -143,7 +143,7 @@ class _Evictions:
         self.policy = factory(num_runs)
         self._num_made = 0
         self._tick = 0
-        self.num_evictions = min(num_runs // 2, 1000)
+        self.num_evictions = min(num_runs // 2, 500)
         for _ in range(num_runs):
             self._store()
 
