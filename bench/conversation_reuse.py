@@ -92,7 +92,7 @@ def play(
             continue
         number = sum(1 for one in messages[:place] if one["role"] == "assistant") + 1
         asked = with_clock(sent, number) if style.has_clock else sent
-        answer, explanation = ask(http, asked, tools, max_tokens)
+        answer, explanation = ask(http, asked, tools, max_tokens, seed=number)
         usage, choice = answer["usage"], answer["choices"][0]
         prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         could = known // block_tokens * block_tokens
@@ -118,10 +118,11 @@ def play(
 
 
 def ask(
-    http: httpx.Client, messages: Sequence[Message], tools: Sequence[Message], max_tokens: int
+    http: httpx.Client, messages: Sequence[Message], tools: Sequence[Message], max_tokens: int, seed: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One answer, and the explanation of its request."""
-    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "return_token_ids": True}
+    """One answer, drawn at temperature 1 (the most likely tokens alone are seldom other ones than the tokenizer's), and
+    the explanation of its request."""
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "return_token_ids": True}
     if tools:
         body["tools"] = tools
     answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
