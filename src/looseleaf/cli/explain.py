@@ -29,3 +29,7 @@ def explain(
             print(f"first token that had to be computed: {answer['first_missed_token']}")
         print(f"reason: {answer['reason']}")
         print(answer["message"])
+        if texts := answer.get("diverged_text"):
+            print(f"stored there: {texts['stored']!r}\nasked for:    {texts['asked']!r}")
+        if drift := answer.get("drift"):
+            print(f"drift: {drift['cause']}\nthis conversation {drift['message']}")

@@ -12,6 +12,7 @@ from looseleaf.cli.machine import version_of
 from looseleaf.cli.pins import pins_app
 from looseleaf.cli.replay import replay
 from looseleaf.cli.serve import serve
+from looseleaf.cli.sessions import sessions_app
 
 app = typer.Typer(
     name="looseleaf",
@@ -43,3 +44,4 @@ app.command()(demo)
 app.command()(replay)
 app.command()(explain)
 app.add_typer(pins_app, name="pins")
+app.add_typer(sessions_app, name="sessions")

@@ -34,6 +34,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_span(seconds: float) -> str:
+    """`42 s`, `17 min`, `5 h`, `3 d`; 0 s for what is over."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def print_facts(answer: Mapping[str, Any], indent: str = "") -> None:
     """An answer of a server for people: a line for each value, and below its name what an object or a list has."""
     for name, value in answer.items():

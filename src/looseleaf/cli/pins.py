@@ -14,7 +14,7 @@ from rich.table import Table
 from looseleaf.cli.auto_pin import number_or_off
 from looseleaf.cli.client import DEFAULT_URL, JsonOption, KeyOption, ServerClient, UrlOption
 from looseleaf.cli.failures import friendly_errors
-from looseleaf.cli.output import print_facts, print_json, stdout_console
+from looseleaf.cli.output import format_span, print_facts, print_json, stdout_console
 from looseleaf.cli.pin_files import prompt_of
 from looseleaf.errors import ConfigError
 
@@ -203,8 +203,8 @@ def _table(pins: list[dict[str, Any]], *, past: bool) -> Table:
     now = time.time()
     for pin in pins:
         level = f"soft {pin['priority']}" if pin["level"] == "soft" and pin["priority"] else pin["level"]
-        ended = f"{pin['end']} {_span(now - pin['ended_at'])} ago" if past else ""
-        expires = "for good" if pin["expires_at"] is None else f"in {_span(pin['expires_at'] - now)}"
+        ended = f"{pin['end']} {format_span(now - pin['ended_at'])} ago" if past else ""
+        expires = "for good" if pin["expires_at"] is None else f"in {format_span(pin['expires_at'] - now)}"
         table.add_row(
             pin["id"],
             pin["owner"],
@@ -213,15 +213,7 @@ def _table(pins: list[dict[str, Any]], *, past: bool) -> Table:
             str(pin["served_tokens"]),
             str(pin["num_hits"]),
             f"{pin['cost_tokens']:.0f}",
-            f"{_span(now - pin['created_at'])} ago",
+            f"{format_span(now - pin['created_at'])} ago",
             ended or expires,
         )
     return table
-
-
-def _span(seconds: float) -> str:
-    """`42 s`, `17 min`, `5 h`, `3 d`; 0 s for what is over."""
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

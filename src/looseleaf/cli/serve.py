@@ -60,6 +60,7 @@ AdminKeyOption = Annotated[
 PinsOption = Annotated[
     Path | None, typer.Option(help="TOML file of pins: computed and pinned once the server is up.", show_default=False)
 ]
+PolicyOption = Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")]
 RecordOption = Annotated[
     Path | None,
     typer.Option(
@@ -97,9 +98,7 @@ def serve(
     auto_pin_min_tokens: MinTokensOption = str(RULE.min_tokens),
     auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     reserve_pages: ReservePagesOption = None,
-    policy: Annotated[
-        str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")
-    ] = CacheConfig.policy,
+    policy: PolicyOption = CacheConfig.policy,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")

@@ -245,6 +245,7 @@ class Scheduler:
             sequence.tokens,
             request_id=sequence.request_id,
             namespace=request.namespace,
+            session=request.session,
             count_lookup=not sequence.is_counted,
             reuse=reuse,
             expected_tokens=sequence.num_prompt_tokens + int(min(request.params.max_tokens, num_output_tokens)),

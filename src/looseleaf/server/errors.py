@@ -25,6 +25,7 @@ from looseleaf.errors import (
     RequestError,
     UnknownPin,
     UnknownRequest,
+    UnknownSession,
 )  # fmt: skip
 
 _MAX_SHOWN_PROBLEMS = 3
@@ -39,6 +40,7 @@ _STATUS_OF_ERROR: Mapping[type[LooseleafError], int] = {
     CapacityError: 409,
     UnknownPin: 404,
     UnknownRequest: 404,
+    UnknownSession: 404,
     LifecycleError: 503,
 }
 

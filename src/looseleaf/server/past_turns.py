@@ -98,6 +98,7 @@ class _Past:
 
     request_id: RequestId
     namespace: Namespace
+    session: str | None
     messages: tuple[bytes, ...]
     tools: bytes
     prompt: ExactPrompt
@@ -156,6 +157,7 @@ class PastTurns:
         past = _Past(
             request_id,
             conversation.namespace,
+            conversation.session,
             messages,
             _digest_of(conversation.tools),
             asked.prompt,
@@ -171,11 +173,12 @@ class PastTurns:
             while self._num_tokens > self._max_tokens or len(self._pasts) > MAX_REQUESTS:
                 self._drop(next(iter(self._pasts)))
 
-    def forget(self, namespace: Namespace | None) -> None:
-        """Forget the conversations of one namespace, or all (None)."""
+    def forget(self, namespace: Namespace | None, session: str | None = None) -> None:
+        """Forget the conversations of one namespace or all (None), or one session of it."""
         with self._lock:
-            for past in [past for past in self._pasts if namespace in (None, past.namespace)]:
-                self._drop(past)
+            for past in list(self._pasts):
+                if namespace in (None, past.namespace) and session in (None, past.session):
+                    self._drop(past)
 
     def _drop(self, past: _Past) -> None:
         del self._pasts[past]

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
+from looseleaf.core.explain import Explanation
 from looseleaf.engine.request import GenerationRequest, Usage
 from looseleaf.engine.sampling import SamplingParams
 from looseleaf.errors import CapacityError, UnknownRequest
@@ -136,7 +137,19 @@ async def explain_request(request_id: str, context: Context, caller: AnyCaller) 
         explanation = replace(explanation, stored_tokens=())
     drift = context.directory.drift_of(known)
     answer = {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
+    answer["diverged_text"] = _diverged_text(context, explanation)
     return {**answer, "drift": drift and drift.as_answer()}
+
+
+def _diverged_text(context: ServerContext, explanation: Explanation) -> dict[str, str] | None:
+    """What is stored where a prompt leaves it, and what was asked instead; None where nothing is told of both."""
+    if not (explanation.stored_tokens or explanation.asked_tokens):
+        return None
+    stored, asked = (
+        context.tokenizer.decode(tokens, skip_special_tokens=False)
+        for tokens in (explanation.stored_tokens, explanation.asked_tokens)
+    )
+    return {"stored": stored, "asked": asked}
 
 
 async def warm(
