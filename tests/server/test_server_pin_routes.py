@@ -261,7 +261,7 @@ async def test_keys_see_and_change_only_their_own_pins(make_server):
         for salt in ({}, {"cache_salt": "s"})
     ]
     other = await server.post("/v1/pins", {"text": TEXT, "owner": "ops"}, **two)
-    assert [pin["namespace"] for pin in pins] == ['key="one"', 'key="one"/salt="s"']
+    assert [pin["namespace"] for pin in pins] == ['tenant="one"', 'tenant="one"/salt="s"']
     assert [pin["id"] for pin in await server.pins(**one)] == [pin["id"] for pin in pins]
     await server.get(f"/v1/pins/{pins[0]['id']}", **one)
     await server.get(f"/v1/pins/{pins[0]['id']}", 404, **two)
@@ -270,12 +270,12 @@ async def test_keys_see_and_change_only_their_own_pins(make_server):
     assert len(await server.pins(**one)) == 2
     assert [pin["id"] for pin in (await server.get("/v1/pins?past=true", **two))["data"]] == [other["id"]]
     assert (await server.get("/v1/pins?past=true", **one))["data"] == []
-    for namespace in ('key="one"', 'key="one"/salt="s"', ""):
+    for namespace in ('tenant="one"', 'tenant="one"/salt="s"', ""):
         await server.put("/v1/pins/quota", {"share": 0.1, "namespace": namespace}, 403, **two)
     await server.put("/v1/pins/quota", {"share": 0.1}, **two)
     await server.put("/v1/pins/quota", {"share": 0.2, "cache_salt": "s"}, **one)
-    assert [*(await server.get("/v1/pins/quota", **two))["namespaces"]] == ['key="two"']
-    assert [*(await server.get("/v1/pins/quota", **one))["namespaces"]] == ['key="one"/salt="s"']
+    assert [*(await server.get("/v1/pins/quota", **two))["namespaces"]] == ['tenant="two"']
+    assert [*(await server.get("/v1/pins/quota", **one))["namespaces"]] == ['tenant="one"/salt="s"']
     assert server.cache.config.pin_quota == 0.3
     assert len((await server.delete("/v1/pins?owner=ops", **one))["data"]) == 2
 

@@ -34,6 +34,9 @@ from looseleaf.errors import (
     RequestError,
 )
 
+_ALIKE = ("namespace", "layers", "session", "reuse")
+"""What samples of one prompt have in common besides it."""
+
 
 class Engine:
     """Continuous batching over paged memory.
@@ -122,9 +125,9 @@ class Engine:
         self.add_samples([request])
 
     def add_samples(self, requests: AbstractSequence[GenerationRequest]) -> None:
-        """Queue several requests with the same prompt, namespace and `reuse`, ids and parameters of their own, of which
-        the prompt is computed once: the first token of each is drawn from one prefill, and all go on from its blocks.
-        All are queued or, if one is refused, none.
+        """Queue several requests with the same prompt, namespace, layers, session and `reuse`, ids and parameters of
+        their own, of which the prompt is computed once: the first token of each is drawn from one prefill, and all go
+        on from its blocks. All are queued or, if one is refused, none.
 
         Raises:
             RequestError: there is none, or their prompts differ.
@@ -156,9 +159,9 @@ class Engine:
     def _check(self, request: GenerationRequest, first: GenerationRequest) -> None:
         prompt = request.prompt_tokens
         if request is not first:
-            like = (request.namespace, request.reuse) == (first.namespace, first.reuse)
+            like = all(getattr(request, name) == getattr(first, name) for name in _ALIKE)
             if not (like and np.array_equal(prompt, first.prompt_tokens)):
-                raise RequestError("samples must have the same prompt, namespace and reuse", "add them one by one")
+                raise RequestError(f"samples must have the same prompt, {', '.join(_ALIKE)}", "add them one by one")
         highest, vocab_size = int(prompt.max()), self._info.vocab_size
         if highest >= vocab_size:
             raise InvalidTokens(f"token id {highest} is outside the model's vocabulary of {vocab_size} tokens")

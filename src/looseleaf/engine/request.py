@@ -8,6 +8,7 @@ from enum import Enum
 
 import numpy as np
 
+from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.engine.sampling import SamplingParams, TokenLogprobs
 from looseleaf.errors import InvalidTokens, LooseleafError, RequestError
 from looseleaf.ids import Int32Array, Namespace, RequestId
@@ -35,6 +36,7 @@ class GenerationRequest:
     `prompt_tokens`: int32 [n], n >= 1; any sequence of ints is taken and copied. `namespace`: root of the prefix tree
     that it may share. `reuse`: False neither matches nor stores. `params.max_tokens` 0 is a prefill: no token is
     generated, the full blocks of the prompt are cached. `session`: the conversation that it belongs to, by name.
+    `layers`: beginnings of the prompt that lie in other namespaces, see `CacheManager.lease`.
     """
 
     request_id: RequestId
@@ -43,6 +45,7 @@ class GenerationRequest:
     namespace: Namespace = ""
     reuse: bool = True
     session: str | None = None
+    layers: tuple[NamespaceLayer, ...] = ()
 
     def __init__(
         self,
@@ -52,12 +55,13 @@ class GenerationRequest:
         namespace: Namespace = "",
         reuse: bool = True,
         session: str | None = None,
+        layers: Sequence[NamespaceLayer] = (),
     ) -> None:
         """Check and copy.
 
         Raises:
             InvalidTokens: the prompt is empty, or holds something that is no token id.
-            RequestError: the request id is empty.
+            RequestError: the request id is empty, or the layers do not fit together or to the prompt.
         """
         if not request_id:
             raise RequestError("the request id is empty", "give each request an id of its own")
@@ -69,7 +73,9 @@ class GenerationRequest:
             namespace=namespace,
             reuse=reuse,
             session=session,
+            layers=tuple(layers),
         )
+        Tenancy.of(namespace, self.layers, len(prompt), block_tokens=1)  # refuses what cannot be
 
 
 @dataclass(frozen=True)

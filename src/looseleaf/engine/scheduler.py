@@ -246,6 +246,7 @@ class Scheduler:
             request_id=sequence.request_id,
             namespace=request.namespace,
             session=request.session,
+            layers=request.layers,
             count_lookup=not sequence.is_counted,
             reuse=reuse,
             expected_tokens=sequence.num_prompt_tokens + int(min(request.params.max_tokens, num_output_tokens)),
@@ -289,7 +290,8 @@ class Scheduler:
         num_wanted_blocks = self._num_blocks_for(num_tokens)
         if num_wanted_blocks <= num_available_blocks or not reuse:
             return num_wanted_blocks <= num_available_blocks
-        match = self._cache.match(sequence.tokens, namespace=sequence.request.namespace)
+        request = sequence.request
+        match = self._cache.match(sequence.tokens, namespace=request.namespace, layers=request.layers)
         return num_wanted_blocks - match.num_blocks <= num_available_blocks
 
     def _num_promised_blocks(self) -> int:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.namespaces import Tenancy
 from looseleaf.engine.exact_prompt import num_common_tokens
+from looseleaf.engine.request import GenerationRequest
 from looseleaf.engine.sequence import Sequence, Wait
 
 
@@ -39,18 +41,34 @@ class InFlightSharing:
         tokens, request, block_tokens = sequence.tokens, sequence.request, self._cache.plan.block_tokens
         leader, num_tokens = None, 0
         for other in running:
-            if other.is_decoding or not other.request.reuse or other.request.namespace != request.namespace:
+            if other.is_decoding or not other.request.reuse:
                 continue
-            num_shared = num_common_tokens(other.tokens, tokens[:-1]) // block_tokens * block_tokens
+            num_alike = self._num_tokens_alike(request, other.request)
+            if num_alike == 0:
+                continue
+            num_shared = num_common_tokens(other.tokens, tokens[:-1][:num_alike]) // block_tokens * block_tokens
             if num_shared > max(num_tokens, other.held.num_committed_tokens):
                 leader, num_tokens = other, num_shared
         if leader is None:
             return None
-        num_found = self._cache.match(tokens, namespace=request.namespace).num_tokens
+        num_found = self._cache.match(tokens, namespace=request.namespace, layers=request.layers).num_tokens
         if num_tokens <= num_found:
             return None
         leader.held.expect_end(num_tokens)
         return Wait(leader, num_tokens, num_found if sequence.wait is None else sequence.wait.num_found_tokens)
+
+    def _num_tokens_alike(self, ours: GenerationRequest, theirs: GenerationRequest) -> int | None:
+        """How many first tokens of two requests lie in the same namespaces; None: all."""
+        if not (ours.layers or theirs.layers):
+            return None if ours.namespace == theirs.namespace else 0
+        block_tokens = self._cache.plan.block_tokens
+        mine, its = (
+            Tenancy.of(one.namespace, one.layers, len(one.prompt_tokens), block_tokens) for one in (ours, theirs)
+        )
+        if mine == its:
+            return None
+        starts = sorted({0, *(border.first_block for border in (*mine.borders, *its.borders))})
+        return next(block for block in starts if mine.at(block) != its.at(block)) * block_tokens
 
 
 def _is_pending(wait: Wait) -> bool:

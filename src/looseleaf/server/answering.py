@@ -21,6 +21,7 @@ from looseleaf.server.disconnect import EventStreamResponse
 from looseleaf.server.errors import ApiError, answer_for
 from looseleaf.server.formats import AnswerFormat
 from looseleaf.server.generation import Generation
+from looseleaf.server.layers import Placement, num_foreign_tokens
 from looseleaf.server.past_turns import ContinuedPrompt
 from looseleaf.server.request_pins import Outcome, PinRequest
 from looseleaf.server.schemas import GenerationBody
@@ -63,26 +64,24 @@ async def answer(
     *,
     prompts: Sequence[list[int]],
     max_tokens: int,
-    session: str | None = None,
+    placement: Placement,
     continued: ContinuedPrompt | None = None,
     marked: Sequence[PinRequest] = (),
     stops: tuple[str, ...] = (),
 ) -> Response:
-    """Generate from `prompts` and answer, at once or as a stream. A client that leaves ends it. `session`: the session
-    that the request belongs to. `continued`: the conversation whose prompt this is; its answers are remembered.
-    `marked`: pins that `body` asks for besides those of its retention. `stops`: where an answer ends besides what
-    `body` asks for.
+    """Generate from `prompts` and answer, at once or as a stream. A client that leaves ends it. `placement`: where its
+    tokens belong. `continued`: the conversation whose prompt this is; its answers are remembered. `marked`: pins that
+    `body` asks for besides those of its retention. `stops`: where an answer ends besides what `body` asks for.
 
     Raises:
         LooseleafError: the engine refuses or fails a request.
     """
-    namespace = caller.namespace(body.cache_salt)
-    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, namespace, stops, session)
+    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, placement, stops)
     pins = context.request_pins
     outcomes: list[Outcome] = []
     try:
-        wishes = _wishes(context, body, prompts, marked)
-        outcomes.extend(pins.grant(wish, namespace=namespace, owner=caller.name) for wish in wishes)
+        wishes = _wishes(context, body, prompts, marked, placement)
+        outcomes.extend(pins.grant(wish, namespace=placement.namespace, owner=caller.name) for wish in wishes)
         generation = Generation(context.engine, samples)
     except BaseException:
         pins.revoke(outcomes)
@@ -92,7 +91,7 @@ async def answer(
     if drift is not None:
         context.metrics.on_drift(cause=drift.cause, num_lost_tokens=drift.num_lost_tokens)
     for item in chain.from_iterable(samples):
-        context.directory.record(item.request_id, caller, drift)
+        context.directory.record(item.request_id, caller, drift, num_foreign_tokens(placement.layers, caller))
 
     def headers() -> dict[str, str]:
         pinned = {PIN_HEADER: pins.describe(outcomes)} if outcomes else {}
@@ -133,9 +132,8 @@ def _samples(
     answer_id: str,
     prompts: Sequence[list[int]],
     max_tokens: int,
-    namespace: str,
+    placement: Placement,
     stops: tuple[str, ...],
-    session: str | None,
 ) -> list[list[GenerationRequest]]:
     """For each prompt one engine request per choice; choice c of prompt p is number p * num_samples + c. A lone one
     carries the answer's id itself, several carry `id-0`, `id-1`, …; a seed is moved on by the number of the choice."""
@@ -153,13 +151,17 @@ def _samples(
         prompt, choice = divmod(index, num_samples)
         request_id = answer_id if total == 1 else f"{answer_id}-{index}"
         seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
-        reuse = body.reuse is not False
-        samples[prompt].append(GenerationRequest(request_id, prompts[prompt], seeded, namespace, reuse, session))
+        where = (placement.namespace, body.reuse is not False, placement.session, placement.layers)
+        samples[prompt].append(GenerationRequest(request_id, prompts[prompt], seeded, *where))
     return samples
 
 
 def _wishes(
-    context: ServerContext, body: GenerationBody, prompts: Sequence[list[int]], marked: Sequence[PinRequest]
+    context: ServerContext,
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    marked: Sequence[PinRequest],
+    placement: Placement,
 ) -> list[PinRequest]:
     """The pins that a request asks for, one for the same tokens, none of them longer than the server allows."""
     if not context.settings.request_pins:
@@ -172,7 +174,8 @@ def _wishes(
         tokens = tuple(wish.tokens)
         seconds[tokens] = max(seconds.get(tokens, 0.0), min(wish.ttl_seconds, context.settings.max_request_pin_seconds))
     labels = {} if body.prompt_cache_key is None else {"prompt_cache_key": body.prompt_cache_key}
-    return [PinRequest(tokens, ttl_seconds, labels) for tokens, ttl_seconds in seconds.items()]
+    layers = placement.layers
+    return [PinRequest(tokens, ttl_seconds, labels, layers) for tokens, ttl_seconds in seconds.items()]
 
 
 async def _events(generation: Generation, answer_format: AnswerFormat, wants_usage: bool) -> AsyncGenerator[str, None]:

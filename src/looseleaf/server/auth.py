@@ -26,11 +26,13 @@ def shown_name(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. `key_namespace` is None for the admin and where no keys are in use."""
+    """Who sent a request. `key_namespace` is None for the admin and where no keys are in use. `model_revision`: of what
+    is served, if namespaces tell it."""
 
     name: str
     key_namespace: str | None
     is_admin: bool
+    model_revision: str | None = None
 
     @property
     def may_know_of_others(self) -> bool:
@@ -39,7 +41,11 @@ class Caller:
 
     def namespace(self, cache_salt: str | None) -> str:
         """The cache namespace of a request: the key's own comes first, the salt divides it further."""
-        return namespace_of(tenant=self.key_namespace, salt=cache_salt)
+        return namespace_of(tenant=self.key_namespace, model_revision=self.model_revision, salt=cache_salt)
+
+    def shared_namespace(self, salt: str | None) -> str:
+        """The namespace of a salt that all keys share: the one that it has without a key."""
+        return namespace_of(model_revision=self.model_revision, salt=salt)
 
     def may_see(self, namespace: str) -> bool:
         """True if what lives in `namespace` is the caller's business."""
@@ -52,10 +58,12 @@ class Caller:
 
 @dataclass(frozen=True)
 class RequestNote:
-    """What is noted of a request: the namespace of its maker's key, and how it drifted from an earlier one."""
+    """What is noted of a request: the namespace of its maker's key, how it drifted from an earlier one, and how many of
+    its first tokens lie in layers that are not its maker's alone."""
 
     key_namespace: str | None
     drift: Drift | None = None
+    num_foreign_tokens: int = 0
 
 
 class RequestDirectory:
@@ -65,9 +73,9 @@ class RequestDirectory:
     def __init__(self) -> None:
         self._notes: OrderedDict[str, RequestNote] = OrderedDict()
 
-    def record(self, request_id: str, caller: Caller, drift: Drift | None = None) -> None:
-        """Note that `caller` made `request_id`."""
-        self._notes[request_id] = RequestNote(caller.key_namespace, drift)
+    def record(self, request_id: str, caller: Caller, drift: Drift | None = None, num_foreign_tokens: int = 0) -> None:
+        """Note that `caller` made `request_id`; the rest as in `RequestNote`."""
+        self._notes[request_id] = RequestNote(caller.key_namespace, drift, num_foreign_tokens)
         self._notes.move_to_end(request_id)
         if len(self._notes) > _MAX_REMEMBERED_REQUESTS:
             self._notes.popitem(last=False)
@@ -79,10 +87,9 @@ class RequestDirectory:
         note = self._notes.get(request_id)
         return note is not None and note.key_namespace == caller.key_namespace
 
-    def drift_of(self, request_id: str) -> Drift | None:
-        """How a request's conversation drifted, if that is known."""
-        note = self._notes.get(request_id)
-        return None if note is None else note.drift
+    def note_of(self, request_id: str) -> RequestNote:
+        """What is noted of a request; an empty note if nothing is."""
+        return self._notes.get(request_id, RequestNote(None))
 
 
 def identify(authorization: str | None, settings: ServerSettings) -> Caller:
@@ -93,13 +100,14 @@ def identify(authorization: str | None, settings: ServerSettings) -> Caller:
     """
     scheme, _, token = (authorization or "").partition(" ")
     secret = token.strip().encode() if scheme.lower() == "bearer" else b""
+    revision = settings.model_revision
     if settings.admin_key is not None and hmac.compare_digest(secret, settings.admin_key.encode()):
-        return Caller("admin", key_namespace=None, is_admin=True)
+        return Caller("admin", None, True, revision)
     for key in settings.api_keys:
         if hmac.compare_digest(secret, key.secret.encode()):
-            return Caller(key.name, key_namespace=key.namespace, is_admin=settings.admin_key is None)
+            return Caller(key.name, key.namespace, settings.admin_key is None, revision)
     if settings.api_keys:
         what = "this API key is not known" if secret else "an API key is needed"
         message = f"{what}\nhint: send `Authorization: Bearer KEY`"
         raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-    return Caller("anonymous", key_namespace=None, is_admin=settings.admin_key is None)
+    return Caller("anonymous", None, settings.admin_key is None, revision)

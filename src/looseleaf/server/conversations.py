@@ -76,7 +76,7 @@ def stable_prefix(renderer: ChatRenderer, turns: Sequence[Turn]) -> list[int]:
         renderings.append(render(renderer, turns))
     if not renderings:
         renderings.append(_render_history(renderer, turns))
-    return _common_prefix(renderings)
+    return common_prefix(renderings)
 
 
 def prefix_up_to(renderer: ChatRenderer, turns: Sequence[Turn], mark: Mark, prompt: list[int]) -> list[int]:
@@ -94,7 +94,7 @@ def prefix_up_to(renderer: ChatRenderer, turns: Sequence[Turn], mark: Mark, prom
     if kept and kept[-1]:  # a longer part moves all that is behind it
         longer = replace(turn, parts=(*kept[:-1], kept[-1] + _RARE, *rest))
         renderings.append(render(renderer, [*before, longer, *after]))
-    return _common_prefix(renderings)
+    return common_prefix(renderings)
 
 
 def _renderings(renderer: ChatRenderer, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
@@ -110,7 +110,7 @@ def _render_history(renderer: ChatRenderer, turns: Sequence[Turn]) -> list[int]:
     return renderer.render_chat([turn.as_message() for turn in turns], add_generation_prompt=False)
 
 
-def _common_prefix(sequences: Sequence[list[int]]) -> list[int]:
+def common_prefix(sequences: Sequence[list[int]]) -> list[int]:
     """The longest list with which all of them begin."""
     shortest = min(len(sequence) for sequence in sequences)
     table = np.array([sequence[:shortest] for sequence in sequences], dtype=np.int64)

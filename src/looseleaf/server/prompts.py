@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from starlette.concurrency import run_in_threadpool
 
 from looseleaf.ids import Namespace
+from looseleaf.server.auth import Caller
 from looseleaf.server.context import ServerContext
-from looseleaf.server.conversations import ChatRenderer, Mark, Turn, prefix_up_to, render
+from looseleaf.server.conversations import ChatRenderer, Mark, Turn, common_prefix, prefix_up_to, render, stable_prefix
 from looseleaf.server.errors import ApiError
+from looseleaf.server.layers import Placement, layers_of
 from looseleaf.server.past_turns import ContinuedPrompt, Conversation
 from looseleaf.server.schemas import CacheControl, ChatBody, ChatMessage, PromptBody
 from looseleaf.server.tools import renderer_for, with_parsed_arguments
@@ -37,6 +39,26 @@ class ChatPrompt:
         renderings."""
         prefix = prefix_up_to(self.renderer, self.turns, mark, self.rendered)
         return self.tokens[: self.continued.prompt.num_exact_tokens(len(prefix))]
+
+    def num_tokens_of(self, num_messages: int) -> int:
+        """How many of `tokens` are the first so many messages in every prompt that begins with them.
+
+        Raises:
+            ApiError: 400, there are fewer messages.
+        """
+        if num_messages > len(self.turns):
+            message = f"cache_layers: {num_messages} messages are meant, there are {len(self.turns)}"
+            raise ApiError(message, code="invalid_value", param="cache_layers")
+        prefix = common_prefix([stable_prefix(self.renderer, self.turns[:num_messages]), self.rendered])
+        return self.continued.prompt.num_exact_tokens(len(prefix))
+
+
+@dataclass(frozen=True)
+class PlacedPrompt:
+    """A prompt, and where its tokens belong."""
+
+    tokens: list[int]
+    placement: Placement
 
 
 def chat_prompt(context: ServerContext, body: ChatBody, namespace: Namespace, session: str | None) -> ChatPrompt:
@@ -81,17 +103,18 @@ def marked_places(messages: Sequence[ChatMessage]) -> dict[Mark, CacheControl]:
     return places
 
 
-async def prompt_tokens(
+async def placed_prompt(
     context: ServerContext,
+    caller: Caller,
     body: PromptBody,
-    namespace: Namespace,
     conversation_tokens: Callable[[ChatRenderer, Sequence[Turn]], list[int]],
-) -> list[int]:
+) -> PlacedPrompt:
     """The prompt of a body; a conversation as `conversation_tokens` gives it (`render` or `stable_prefix`), with the
     tokens that a request of it would have.
 
     Raises:
-        ApiError: 400, not exactly one of `tokens`, `text`, `messages` is given, or tools without messages.
+        ApiError: 400, not exactly one of `tokens`, `text`, `messages` is given, tools without messages, or layers that
+            cannot be.
     """
     if len(body.sources) != 1:
         given = " and ".join(body.sources) or "none of them"
@@ -99,18 +122,27 @@ async def prompt_tokens(
         raise ApiError(message, code="invalid_value", param="tokens")
     if body.tools and body.messages is None:
         raise ApiError("tools are shown in a conversation: give messages", code="invalid_value", param="tools")
+    namespace = caller.namespace(body.cache_salt)
     if body.messages is not None:
-        turns = turns_of(body.messages)
-
-        def tokens_of_conversation() -> list[int]:
-            rendered = conversation_tokens(renderer_for(context.tokenizer, turns, body.tools), turns)
-            if not rendered:
-                return rendered
-            conversation = Conversation(turns, body.tools or (), namespace)
-            tokens: list[int] = context.past_turns.go_on(conversation, rendered).prompt.tokens.tolist()
-            return tokens
-
-        return await run_in_threadpool(tokens_of_conversation)
+        return await run_in_threadpool(_placed_conversation, context, caller, body, namespace, conversation_tokens)
+    layers = layers_of(body.cache_layers, caller, context.settings)
     if body.text is not None:
-        return await run_in_threadpool(context.tokenizer.encode, body.text)
-    return body.tokens or []
+        tokens = await run_in_threadpool(context.tokenizer.encode, body.text)
+        return PlacedPrompt(tokens, Placement(namespace, layers))
+    return PlacedPrompt(body.tokens or [], Placement(namespace, layers))
+
+
+def _placed_conversation(
+    context: ServerContext,
+    caller: Caller,
+    body: PromptBody,
+    namespace: Namespace,
+    conversation_tokens: Callable[[ChatRenderer, Sequence[Turn]], list[int]],
+) -> PlacedPrompt:
+    turns = turns_of(body.messages or [])
+    renderer = renderer_for(context.tokenizer, turns, body.tools)
+    rendered = conversation_tokens(renderer, turns)
+    continued = context.past_turns.go_on(Conversation(turns, body.tools or (), namespace), rendered)
+    asked = ChatPrompt(renderer, turns, rendered, continued)
+    layers = layers_of(body.cache_layers, caller, context.settings, asked.num_tokens_of)
+    return PlacedPrompt(asked.tokens, Placement(namespace, layers))

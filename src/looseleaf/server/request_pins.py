@@ -13,6 +13,7 @@ import numpy as np
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.errors import PinQuotaExceeded, UnknownPin
+from looseleaf.server.layers import Layers, cut_layers
 
 MAX_REQUEST_PINS = 10_000
 """Pins asked for by requests that are kept at a time; beyond, the one asked for longest ago goes."""
@@ -20,11 +21,12 @@ MAX_REQUEST_PINS = 10_000
 
 @dataclass(frozen=True)
 class PinRequest:
-    """A wish: keep these tokens until `ttl_seconds` after they were used last."""
+    """A wish: keep these tokens until `ttl_seconds` after they were used last. `layers`: those of their prompt."""
 
     tokens: Sequence[int]
     ttl_seconds: float
     labels: Mapping[str, str] = field(default_factory=dict)
+    layers: Layers = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class RequestPins:
             InvalidTokens: the wish is for something that is no prompt.
         """
         digest = hashlib.blake2b(np.asarray(wish.tokens, dtype=np.int64).tobytes(), digest_size=16)
-        digest.update(repr((len(wish.tokens), namespace, owner)).encode())
+        layers = cut_layers(wish.layers, len(wish.tokens))
+        digest.update(repr((len(wish.tokens), namespace, owner, layers)).encode())
         key, ttl_seconds = digest.digest(), wish.ttl_seconds
         kept = self._kept.get(key)
         pin = self._cache.find_pin(kept.pin_id) if kept else None
@@ -85,7 +88,13 @@ class RequestPins:
             ttl_seconds = max(ttl_seconds, kept.ttl_seconds)
         try:
             pin = self._cache.pin(
-                wish.tokens, namespace=namespace, owner=owner, labels=wish.labels, ttl_seconds=ttl_seconds, refresh=True
+                wish.tokens,
+                namespace=namespace,
+                layers=layers,
+                owner=owner,
+                labels=wish.labels,
+                ttl_seconds=ttl_seconds,
+                refresh=True,
             )
         except PinQuotaExceeded as error:
             return error

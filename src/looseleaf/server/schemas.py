@@ -17,6 +17,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 MAX_LOGPROBS = 20
@@ -109,6 +110,27 @@ class ChatMessage(BaseModel):
     cache_control: CacheControl | None = None
 
 
+class CacheLayer(BaseModel):
+    """A beginning of the prompt that lies in another namespace: its first `num_tokens` tokens, or what the first
+    `num_messages` messages are in every prompt that begins with them. `salt` null: the caller's namespace without
+    one."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    salt: str | None = None
+    num_tokens: int | None = Field(default=None, ge=1)
+    num_messages: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> CacheLayer:
+        if (self.num_tokens is None) == (self.num_messages is None):
+            raise ValueError("give exactly one of num_tokens and num_messages")
+        return self
+
+
+CacheLayers = Annotated[list[CacheLayer], Field(max_length=8)]
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -122,9 +144,9 @@ class GenerationBody(BaseModel):
     they would change the answer.
 
     Own fields: `request_id` (the engine's id of the request), `cache_salt` (only requests of the same salt share),
-    `prompt_cache_key` (a label of the pins that the request asks for), `prompt_cache_retention` (asks for a pin of the
-    prompt), `reuse` (false: neither match nor store), `return_token_ids` (as in vLLM), `session_id`, `top_k`,
-    `repetition_penalty`, `ignore_eos`.
+    `cache_layers` (beginnings that others share), `prompt_cache_key` (a label of the pins that the request asks for),
+    `prompt_cache_retention` (asks for a pin of the prompt), `reuse` (false: neither match nor store),
+    `return_token_ids` (as in vLLM), `session_id`, `top_k`, `repetition_penalty`, `ignore_eos`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -145,6 +167,7 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     request_id: RequestIdText | None = None
     cache_salt: str | None = None
+    cache_layers: CacheLayers | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Duration | None = None
     reuse: bool | None = None
@@ -238,6 +261,7 @@ class PromptBody(BaseModel):
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     tools: Tools | None = None
     cache_salt: str | None = None
+    cache_layers: CacheLayers | None = None
 
     @property
     def sources(self) -> list[str]:

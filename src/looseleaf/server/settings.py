@@ -26,7 +26,10 @@ class ServerSettings:
     of one request, over all of its prompts. `request_pins`: whether requests may ask for a pin
     (`prompt_cache_retention`, `cache_control`). `max_request_pin_seconds`: longest time to live of such a pin.
     `remembered_tokens`: tokens of past turns that are remembered, so that the next one goes on from the very tokens
-    that were generated; 0: prompts are what the template says, and no drift is reported.
+    that were generated; 0: prompts are what the template says, and no drift is reported. `shared_salts`: salts of
+    layers that mean the same namespace for every key, so that a common beginning is stored once; what the admin
+    computes or pins with such a `cache_salt` is there for all. `model_revision`: names the weights by what they are; it
+    becomes a part of every namespace.
     """
 
     admin_key: str | None = None
@@ -36,6 +39,8 @@ class ServerSettings:
     request_pins: bool = True
     max_request_pin_seconds: float = 86_400.0
     remembered_tokens: int = 4 * 2**20
+    shared_salts: tuple[str, ...] = ()
+    model_revision: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense.

@@ -19,7 +19,8 @@ from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerCont
 from looseleaf.server.conversations import render, stable_prefix
 from looseleaf.server.errors import ApiError
 from looseleaf.server.generation import Generation
-from looseleaf.server.prompts import prompt_tokens
+from looseleaf.server.layers import num_foreign_tokens
+from looseleaf.server.prompts import PlacedPrompt, placed_prompt
 from looseleaf.server.schemas import ClearBody, PromptBody, ResizeBody
 
 # That somebody else has sent the same text is none of a client's business: it would make prompts guessable.
@@ -41,9 +42,9 @@ async def get_stats(context: Context, _: AnyCaller, fragmentation: bool = False)
 async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) -> dict[str, Any]:
     """Would this prompt hit, and how much? Changes nothing. A conversation is taken as if its answer were asked for;
     `by_rung` splits `num_cached_tokens` by how they would be had; `num_blocks` of all layer groups would be held."""
-    namespace = caller.namespace(body.cache_salt)
-    tokens = await prompt_tokens(context, body, namespace, render)
-    match = context.cache.match(tokens, namespace=namespace)
+    prompt = await placed_prompt(context, caller, body, render)
+    place = prompt.placement
+    match = context.cache.match(prompt.tokens, namespace=place.namespace, layers=place.layers)
     return {
         "object": "cache.match",
         "num_prompt_tokens": match.num_prompt_tokens,
@@ -57,10 +58,9 @@ async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) ->
 async def warm_prompt(request: Request, body: PromptBody, context: Context, caller: AdminCaller) -> dict[str, Any]:
     """Compute a prompt and keep it in the cache, generating nothing. Of a conversation it is the part with which every
     request begins that goes on from it."""
-    namespace = caller.namespace(body.cache_salt)
-    tokens = await prompt_tokens(context, body, namespace, stable_prefix)
+    prompt = await placed_prompt(context, caller, body, stable_prefix)
     request_id = f"warm-{uuid.uuid4().hex}"
-    usage = await warm(request, context, caller, request_id, tokens, namespace)
+    usage = await warm(request, context, caller, request_id, prompt)
     return {
         "object": "cache.warm",
         "request_id": request_id,
@@ -135,7 +135,7 @@ async def explain_request(request_id: str, context: Context, caller: AnyCaller) 
         explanation = replace(explanation, reason="never_seen", message=_NOTHING_OF_YOURS)
     if not caller.may_know_of_others:  # what is stored there may be another client's
         explanation = replace(explanation, stored_tokens=())
-    drift = context.directory.drift_of(known)
+    drift = context.directory.note_of(known).drift
     answer = {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
     answer["diverged_text"] = _diverged_text(context, explanation)
     return {**answer, "drift": drift and drift.as_answer()}
@@ -153,16 +153,17 @@ def _diverged_text(context: ServerContext, explanation: Explanation) -> dict[str
 
 
 async def warm(
-    request: Request, context: ServerContext, caller: Caller, request_id: str, tokens: list[int], namespace: str
+    request: Request, context: ServerContext, caller: Caller, request_id: str, prompt: PlacedPrompt
 ) -> Usage:
-    """Prefill `tokens` in `namespace` and wait for it. A client that leaves ends it.
+    """Prefill a prompt and wait for it. A client that leaves ends it.
 
     Raises:
         PromptTooLong, InvalidTokens: as the engine's `submit`.
     """
-    prefill = GenerationRequest(request_id, tokens, SamplingParams(max_tokens=0), namespace)
+    place, nothing = prompt.placement, SamplingParams(max_tokens=0)
+    prefill = GenerationRequest(request_id, prompt.tokens, nothing, place.namespace, layers=place.layers)
     generation = Generation(context.engine, [[prefill]])
-    context.directory.record(request_id, caller)
+    context.directory.record(request_id, caller, num_foreign_tokens=num_foreign_tokens(place.layers, caller))
     (deltas,) = await generation.collect(request.receive)
     return deltas[-1].usage
 

@@ -12,6 +12,7 @@ from looseleaf.server.answering import answer, check_supported, session_of
 from looseleaf.server.context import AnyCaller, Context, ServerContext
 from looseleaf.server.errors import ApiError
 from looseleaf.server.formats import ChatFormat, CompletionFormat
+from looseleaf.server.layers import Placement, layers_of
 from looseleaf.server.prompts import ChatPrompt, chat_prompt, marked_places
 from looseleaf.server.request_pins import PinRequest
 from looseleaf.server.schemas import ChatBody, CompletionBody, RequestIdHeader, SessionIdHeader
@@ -53,7 +54,11 @@ async def create_completion(
         CompletionFormat(context, body, answer_id, starts, prompts),
         prompts=prompts,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        session=session_of(body, session_id),
+        placement=Placement(
+            caller.namespace(body.cache_salt),
+            layers_of(body.cache_layers, caller, context.settings),
+            session_of(body, session_id),
+        ),
     )
 
 
@@ -73,10 +78,11 @@ async def create_chat_completion(
     if bool(body.messages) == bool(body.prompt_token_ids):
         message = "give at least one message, or prompt_token_ids and no message"
         raise ApiError(message, code="invalid_value", param="messages")
-    session = session_of(body, session_id)
-    asked = None
+    session, namespace, asked = session_of(body, session_id), caller.namespace(body.cache_salt), None
     if body.messages:
-        asked = await run_in_threadpool(chat_prompt, context, body, caller.namespace(body.cache_salt), session)
+        asked = await run_in_threadpool(chat_prompt, context, body, namespace, session)
+    count = None if asked is None else asked.num_tokens_of
+    layers = await run_in_threadpool(layers_of, body.cache_layers, caller, context.settings, count)
     prompt = asked.tokens if asked else body.prompt_token_ids or []
     answer_id = body.request_id or request_id or f"chatcmpl-{uuid.uuid4().hex}"
     return await answer(
@@ -86,7 +92,7 @@ async def create_chat_completion(
         body,
         ChatFormat(context, body, answer_id, [""] * body.num_choices, [prompt]),
         prompts=[prompt],
-        session=session,
+        placement=Placement(namespace, layers, session),
         continued=None if asked is None else asked.continued,
         max_tokens=_max_chat_tokens(context, body, len(prompt)),
         marked=await _marked_prefixes(context, body, asked) if asked else (),

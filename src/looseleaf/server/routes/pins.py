@@ -16,7 +16,8 @@ from looseleaf.server.auth import Caller
 from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerContext
 from looseleaf.server.conversations import stable_prefix
 from looseleaf.server.errors import ApiError
-from looseleaf.server.prompts import prompt_tokens
+from looseleaf.server.layers import cut_layers
+from looseleaf.server.prompts import PlacedPrompt, placed_prompt
 from looseleaf.server.routes.cache import known_request_id, warm
 from looseleaf.server.schemas import AutoPinBody, AutoRuleBody, PinBody, QuotaBody
 
@@ -37,20 +38,23 @@ async def create_pin(
     options["owner"] = body.owner or caller.name
     wait = wait or body.wait
     if body.request_id is not None:
-        if body.sources or body.cache_salt is not None or wait:
+        if body.sources or body.cache_salt is not None or body.cache_layers or wait:
             hint = "give request_id alone; to wait, give the prompt itself"
             raise RequestError("request_id stands for a prompt, its salt, and tokens that are computed already", hint)
         request_id = known_request_id(context, caller, body.request_id)
         pin = context.cache.pin(request_id=request_id, part=body.part, last_token=body.last_token, **options)
         return _answer(context, caller, pin)
-    namespace = caller.namespace(body.cache_salt)
-    tokens = await prompt_tokens(context, body, namespace, stable_prefix)
-    if body.last_token is not None and body.last_token > len(tokens):
-        raise RequestError(f"last_token is {body.last_token}, but there are only {len(tokens)} tokens to pin")
-    tokens = tokens[: body.last_token]
+    prompt = await placed_prompt(context, caller, body, stable_prefix)
+    num_tokens = len(prompt.tokens)
+    if body.last_token is not None and body.last_token > num_tokens:
+        raise RequestError(f"last_token is {body.last_token}, but there are only {num_tokens} tokens to pin")
+    place, num_tokens = prompt.placement, body.last_token or num_tokens
+    place = replace(place, layers=cut_layers(place.layers, num_tokens))
+    prompt = PlacedPrompt(prompt.tokens[:num_tokens], place)
     if wait:
-        await warm(request, context, caller, f"warm-{uuid.uuid4().hex}", tokens, namespace)
-    return _answer(context, caller, context.cache.pin(tokens, namespace=namespace, **options))
+        await warm(request, context, caller, f"warm-{uuid.uuid4().hex}", prompt)
+    pin = context.cache.pin(prompt.tokens, namespace=place.namespace, layers=place.layers, **options)
+    return _answer(context, caller, pin)
 
 
 @router.get("/v1/pins")
