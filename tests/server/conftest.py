@@ -175,6 +175,7 @@ async def make_server() -> AsyncIterator[MakeServer]:
             **runner_options: Any,
         ) -> Server:
             config = CacheConfig(
+                policy="lru",  # an order that tests can foretell
                 num_pages=num_pages,
                 page_tokens=page_tokens,
                 block_tokens=BLOCK_TOKENS,
