@@ -156,7 +156,8 @@ def _serve_all(
         clock.seconds = request.at_seconds
         num_input = request.num_input_tokens
         num_blocks = num_cache_blocks(request, trace_size, size)
-        with cache.lease(_prompt(request, trace_size, num_blocks * size), "served", request.namespace) as lease:
+        prompt = _prompt(request, trace_size, num_blocks * size)
+        with cache.lease(prompt, "served", request.namespace, session=request.session) as lease:
             hit_tokens += min(lease.num_cached_tokens, num_input)
             num_stored = min(num_blocks, capacity_blocks) * size
             lease.reserve(num_stored)
@@ -196,6 +197,6 @@ def _serve_all(
 
 def _prompt(request: TraceRequest, trace_block_tokens: int, num_tokens: int) -> Int32Array:
     """Blocks of tokens of their own, cut or filled up to `num_tokens`, and one token more: int32 [num_tokens + 1]."""
-    prompt = np.zeros(num_tokens + 1, dtype=np.int32)
-    prompt[:-1] = np.repeat(np.array(request.blocks, dtype=np.int32), trace_block_tokens)[:num_tokens]
-    return prompt
+    prompt = np.zeros(len(request.blocks) * trace_block_tokens + 1, dtype=np.int32)
+    prompt[:-1].reshape(-1, trace_block_tokens)[:] = np.array(request.blocks, dtype=np.int32)[:, None]
+    return prompt[: num_tokens + 1]

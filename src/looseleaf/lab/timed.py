@@ -107,6 +107,7 @@ class _Simulation:
                 str(sequence.number),
                 sequence.request.namespace,
                 count_lookup=not sequence.counted,
+                session=sequence.request.session,
                 expected_tokens=len(sequence.tokens) + int(self.expected_output),
             )
             if not lease.try_reserve(len(sequence.tokens) + 1):
