@@ -26,7 +26,7 @@ def hazard(table: HoldingTable, run_class: RunClass, step: int = 0) -> float:
 
 
 def expected(num_reached: float, num_used: float) -> float:
-    """The hazard of a class whose contexts all have the same counts: three estimates, each leaning on the one before."""
+    """The hazard of a class all of whose contexts have the same counts: three estimates, each leaning on the last."""
     value = 0.1
     for _ in range(3):
         value = (num_used + 8 * value) / (num_reached + 8)

@@ -83,7 +83,9 @@ class _Open:
 
     def class_of(self, use_bucket: int, num_output_tokens: int) -> RunClass:
         """The class of its runs of so many uses."""
-        gap = -1 if self.seen_at is None else int(self.began - self.seen_at).bit_length()
+        gap = -1
+        if self.seen_at is not None:  # later than it began: another stored the same meanwhile
+            gap = int(max(0.0, self.began - self.seen_at)).bit_length()
         turns = min(self.turns.bit_length(), MAX_TURNS)
         return RunClass(use_bucket, num_output_tokens.bit_length(), gap, turns, self.num_new.bit_length())
 
@@ -333,6 +335,8 @@ class AdaptivePolicy:
         """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it."""
         run = part.run
         if run is None or not run.is_counted:
+            if run is not None:
+                run.num_left -= num_blocks
             return
         ghost = part.copy(num_blocks)
         if part.ghost_key in run.ghost_keys:
