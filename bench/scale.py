@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--policies", nargs="+", default=["lru", "adaptive"])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
