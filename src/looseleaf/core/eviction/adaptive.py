@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from looseleaf.core.eviction.holding import NUM_STEPS, STEP_ENDS_SECONDS, HoldingTable, RunClass, step_of
 from looseleaf.core.eviction.policy import StoredRun, Use
@@ -39,6 +39,10 @@ class _Run:
         self.is_counted = True
         self.ghost_keys: set[int] = set()
         self.offered: dict[int, int] = {}
+
+
+_Entry: TypeAlias = tuple[int, int, int, _Run]
+"""A leaf in a cell: tick, depth (negated), id, run."""
 
 
 class _Part:
@@ -115,8 +119,8 @@ class AdaptivePolicy:
         self._num_counted_blocks = 0
         self._due: list[tuple[float, int, _Run]] = []
         self._num_runs = self._num_requests = 0
-        self._max_listed = 256
-        self._cells: dict[tuple[int, int], list[tuple[int, int, int, _Run]]] = {}
+        self._max_listed = self._max_queued = 256
+        self._cells: dict[tuple[int, int], list[_Entry]] = {}
         self._order: list[tuple[float, int, int]] = []
         self._yields: dict[int, list[float]] = {}
         self._recent: set[int] = set()  # classes of runs made since the last table, likely to be met again
@@ -243,11 +247,9 @@ class AdaptivePolicy:
         while self._order:
             _, class_id, step = self._order[0]
             cell = self._cells[class_id, step]
-            while cell:
-                _, depth, node_id, run = cell[0]
-                if run.step == step and run.offered.get(node_id) == -depth:
-                    return node_id
-                heapq.heappop(cell)
+            _drop_outdated(cell, step)
+            if cell:
+                return cell[0][2]
             heapq.heappop(self._order)
         return None
 
@@ -388,7 +390,12 @@ class AdaptivePolicy:
 
     def _recompute(self) -> None:
         """New yields for all classes in use, and cells in their order."""
-        self._cells = {name: kept for name, cell in self._cells.items() if (kept := _still_offered(cell, name[1]))}
+        for (_, step), cell in self._cells.items():
+            _drop_outdated(cell, step)
+        self._cells = {name: cell for name, cell in self._cells.items() if cell}
+        if sum(map(len, self._cells.values())) > self._max_queued:
+            self._cells = {name: _still_offered(cell, name[1]) for name, cell in self._cells.items()}
+            self._max_queued = 2 * sum(map(len, self._cells.values())) + 256
         class_ids = sorted({class_id for class_id, _ in self._cells} | self._recent)
         self._recent.clear()
         rates = self._table.yields(class_ids).tolist() if class_ids else []
@@ -404,6 +411,18 @@ def _use_bucket(part: _Part) -> int:
     return 1 if part.num_uses == 1 else 2 if part.num_uses < 4 else 3 if part.num_uses < 16 else 4
 
 
-def _still_offered(cell: list[tuple[int, int, int, _Run]], step: int) -> list[tuple[int, int, int, _Run]]:
+def _is_offered(entry: _Entry, step: int) -> bool:
+    """Whether an entry of a cell of that step is not outdated."""
+    _, depth, node_id, run = entry
+    return run.step == step and run.offered.get(node_id) == -depth
+
+
+def _drop_outdated(cell: list[_Entry], step: int) -> None:
+    """Drop outdated entries until the first is none. O(log entries) for each."""
+    while cell and not _is_offered(cell[0], step):
+        heapq.heappop(cell)
+
+
+def _still_offered(cell: list[_Entry], step: int) -> list[_Entry]:
     """What is not outdated in a cell, once, in the order of a heap."""
-    return sorted({entry for entry in cell if entry[3].step == step and entry[3].offered.get(entry[2]) == -entry[1]})
+    return sorted({entry for entry in cell if _is_offered(entry, step)})
