@@ -19,7 +19,8 @@ For each policy, pool and flood, the hit rates (in % of input tokens) of the 49 
 "without" and "flood" with one policy for all (`plain`) and with fair shares (`fair`). The columns `lost` tell most
 points that any of the 49 loses in the flood: against what it has alone, against what it has without the flood under the
 same rule, and (`plain`, of fair shares) against what it has without the flood and without fair shares. Fails if with
-fair shares any of the 49 loses more than 1 point against the first or the second.
+fair shares the flood costs any of the 49 more than 1 point. (That a tenant has less than alone need not be the flood's
+work: policies that learn, learn other things where memory is not just as large.)
 """
 
 from __future__ import annotations
@@ -222,8 +223,8 @@ def main(arguments: Sequence[str]) -> int:
         for measured in pool.map(measure, [trace] * len(rules), rules):
             rows += measured
             print("\n".join(map(show, measured)), flush=True)
-    most = max(max(row.fair_lost_to_alone, row.fair_lost_to_without) for row in rows)
-    print(f"with fair shares nobody loses more than {most:.2f} points")
+    most = max(row.fair_lost_to_without for row in rows)
+    print(f"with fair shares the flood costs nobody more than {most:.2f} points")
     if options.output is not None:
         git = ["git", "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
