@@ -136,7 +136,7 @@ async def by_namespace(server) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_hit_rates_of_namespaces_are_those_of_their_answers(make_server, path):
-    """[M124] [M130] Per namespace, query and hit tokens are the sums of what its answers said, streams and plain
+    """[M124] [M130] Per tenant, query and hit tokens are the sums of what its answers said, streams and plain
     replies alike; bypassed requests count in neither, nor do further choices of a prompt. In all they are the cache's
     own; of salts only a digest is shown."""
     settings = ServerSettings(api_keys=(ApiKey("k1", "one", "first"), ApiKey("k2", "two", "second")))
@@ -149,7 +149,7 @@ async def test_hit_rates_of_namespaces_are_those_of_their_answers(make_server, p
         body["stream_options"] = {"include_usage": True}
         response = await server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
         answer = json.loads(response.text.split("data: ")[-2]) if stream else response.json()
-        name = shown_name(namespace_of(tenant={"k1": "one", "k2": "two"}[key], salt=salt))
+        name = shown_name(namespace_of(tenant={"k1": "one", "k2": "two"}[key]))
         counts = expected.setdefault(name, [0, 0])
         counts[0] += answer["usage"]["prompt_tokens"]
         counts[1] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -364,6 +364,32 @@ def test_namespaces_with_series_are_few():
     assert sum(found for _, found in by_namespace(metrics).values()) == sum(number % 10 for number in range(3000))
 
 
+def test_what_namespaces_use():
+    """Blocks by namespace and state are those of `namespace_usage()`, a tenant's as one, with its quota; beyond the 20
+    largest they are summed up as other."""
+    cache = CacheManager(CacheConfig(16, 64, 16, namespace_quotas={'tenant="t"': 0.5}))
+    metrics = Metrics(cache, name_of=str)
+    for number in range(MAX_NAMESPACES + 5):
+        with cache.lease([number] * 40, namespace=f"n{number}") as lease:
+            lease.reserve(40)
+            lease.commit(40)
+    for salt in ("a", "b"):
+        with cache.lease([1] * 40, namespace=f'tenant="t"/salt="{salt}"') as lease:
+            lease.reserve(40)
+            lease.commit(40)
+    cache.pin([1] * 40, namespace='tenant="t"/salt="a"')
+    with cache.lease([1] * 40, namespace='tenant="t"/salt="b"'):
+        samples = scrape(metrics)
+    blocks = {labels: count for (name, labels), count in samples.items() if name == "looseleaf_namespace_blocks"}
+    of_tenant = {state: count for ((_, name), (_, state)), count in blocks.items() if name == 'tenant="t"'}
+    assert of_tenant == {"stored": 4, "held": 2, "pinned": 2}
+    assert samples["looseleaf_namespace_quota_blocks", (("namespace", 'tenant="t"'),)] == 32
+    names = {name for (_, name), _ in blocks}
+    assert len(names) == MAX_NAMESPACES + 1
+    stored = sum(count for (_, (_, state)), count in blocks.items() if state == "stored")
+    assert stored == cache.stats().cached_blocks + cache.stats().active_blocks
+
+
 def test_drifts_by_cause(metrics):
     """Drifts and what they cost count by their cause."""
     for num_lost_tokens in (16, 0):

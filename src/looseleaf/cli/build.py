@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ PREPARING_SHARE = 0.8
 class MemorySettings:
     """KV memory as asked for: `kv_bytes` in all, or `num_pages` whatever a token takes; and how it is cut and kept.
     `reserve_pages` None: 2% of the pages, none of a pool of fewer than 16. `auto_pin` None: only what is asked for is
-    pinned."""
+    pinned. `fair_shares`, `namespace_quotas`: as in `CacheConfig`."""
 
     kv_bytes: int | None = None
     num_pages: int | None = None
@@ -49,6 +49,8 @@ class MemorySettings:
     pin_quota: float = 0.30
     reserve_pages: int | None = 0
     auto_pin: AutoPinConfig | None = None
+    fair_shares: bool = False
+    namespace_quotas: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def blocks_per_page(self) -> int:
@@ -69,6 +71,8 @@ class MemorySettings:
             policy=self.policy,
             pin_quota=self.pin_quota,
             auto_pin=self.auto_pin,
+            fair_shares=self.fair_shares,
+            namespace_quotas=self.namespace_quotas,
             reserve_pages=default_reserve if self.reserve_pages is None else self.reserve_pages,
             **of_model,
         )

@@ -21,7 +21,9 @@ from looseleaf.cli.progress import model_progress
 from looseleaf.cli.traffic import recording
 from looseleaf.core.config import CacheConfig
 from looseleaf.core.eviction import POLICIES
+from looseleaf.core.namespaces import namespace_of
 from looseleaf.engine.config import EngineConfig
+from looseleaf.errors import ConfigError
 from looseleaf.lab.capacity import parse_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +63,18 @@ PinsOption = Annotated[
     Path | None, typer.Option(help="TOML file of pins: computed and pinned once the server is up.", show_default=False)
 ]
 PolicyOption = Annotated[str, typer.Option(help=f"Which cached blocks go first: {', '.join(POLICIES)}.")]
+FairSharesOption = Annotated[
+    bool,
+    typer.Option("--fair-shares", help="Take memory from the namespace that uses most: floods then take their own."),
+]
+NamespaceQuotaOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--namespace-quota",
+        help="Share of the memory that requests with a cache_salt may store: SALT=0.2; may come again.",
+        show_default=False,
+    ),
+]
 RecordOption = Annotated[
     Path | None,
     typer.Option(
@@ -99,6 +113,8 @@ def serve(
     auto_pin_min_rate: MinRateOption = f"{RULE.min_requests_per_second:g}",
     reserve_pages: ReservePagesOption = None,
     policy: PolicyOption = CacheConfig.policy,
+    fair_shares: FairSharesOption = False,
+    namespace_quota: NamespaceQuotaOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (what suits model and device), float32, float16, bfloat16.")
@@ -134,11 +150,29 @@ def serve(
             pin_quota=pin_quota,
             reserve_pages=reserve_pages,
             auto_pin=automatic,
+            fair_shares=fair_shares,
+            namespace_quotas=quotas_of(namespace_quota),
         )
         model_settings = build.ModelSettings(model, device, dtype, kv_dtype)
         server = build.ServerSettings(admin_key=admin_key)
         settings = (model_settings, memory, limits, server, vllm_metrics, host, port, as_json, declared, record)
         run(ServeSettings(*settings))
+
+
+def quotas_of(given: list[str] | None) -> dict[str, float]:
+    """Quotas by namespace, of options written as SALT=SHARE, or with a namespace as the server shows it.
+
+    Raises:
+        ConfigError: one is not written so.
+    """
+    quotas: dict[str, float] = {}
+    for text in given or []:
+        name, equals, share = text.rpartition("=")
+        try:
+            quotas[name if '="' in name else namespace_of(salt=name)] = float(share if equals else "")
+        except ValueError:
+            raise ConfigError(f"--namespace-quota is {text!r}; it is written as SALT=0.2") from None
+    return quotas
 
 
 def run(settings: ServeSettings) -> None:

@@ -61,14 +61,16 @@ class Drift:
     earlier_text: str
     text_now: str
 
-    def as_answer(self) -> dict[str, Any]:
-        """All of it with a sentence, for JSON."""
+    def as_answer(self, *, shows_earlier: bool) -> dict[str, Any]:
+        """All of it with a sentence, for JSON; what was said earlier only if it is the reader's to see."""
+        earlier = repr(self.earlier_text) if shows_earlier else "something else"
         message = (
             f"differs from token {self.token} on, in message {self.message_index}, from request "
             f"{self.earlier_request_id!r} and its answer, of which {self.num_lost_tokens} cached tokens are lost: "
-            f"{_REASONS[self.cause]}. After {self.text_before!r} came {self.earlier_text!r}, now {self.text_now!r}."
+            f"{_REASONS[self.cause]}. After {self.text_before!r} came {earlier}, now {self.text_now!r}."
         )
-        return {**asdict(self), "message": message}
+        hidden = {} if shows_earlier else {"earlier_text": None}
+        return {**asdict(self), **hidden, "message": message}
 
 
 @dataclass(frozen=True)

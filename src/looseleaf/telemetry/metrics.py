@@ -17,8 +17,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from looseleaf.core.manager import CacheManager
+from looseleaf.core.namespaces import account_of
 from looseleaf.telemetry.cache_collector import CacheCollector, FragmentationCollector
-from looseleaf.telemetry.namespace_labels import NamespaceLabels, hidden_name
+from looseleaf.telemetry.namespace_labels import NamespaceLabels, UsageCollector, hidden_name
 from looseleaf.telemetry.pin_collector import PinCollector
 from looseleaf.telemetry.vllm_names import VllmNames
 
@@ -85,7 +86,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._load = _LoadCollector()
         asked: list[Collector] = [CacheCollector(cache), self._load]
-        for source in (*asked, PinCollector(cache), FragmentationCollector(cache)):
+        for source in (*asked, PinCollector(cache), FragmentationCollector(cache), UsageCollector(cache, name_of)):
             self.registry.register(source)
         seconds, counter = self._seconds, self._counter
         self._first_token = seconds("time_to_first_token", "From arrival of a request to its first token.")
@@ -192,7 +193,7 @@ class Metrics:
 
     def on_lookup(self, *, namespace: str, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A prompt was looked up in a namespace, and so much of it was found."""
-        label = self._namespaces.label(namespace, num_prompt_tokens)
+        label = self._namespaces.label(account_of(namespace), num_prompt_tokens)
         self._queried.labels(namespace=label).inc(num_prompt_tokens)
         self._found.labels(namespace=label).inc(num_cached_tokens)
 

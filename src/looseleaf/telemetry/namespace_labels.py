@@ -1,10 +1,17 @@
-"""Which namespaces have series of their own: few, and without the secrets that their names may hold."""
+"""Namespaces as labels, a tenant's as one: few have series of their own, and without the secrets that their names may
+hold."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from looseleaf.core.manager import CacheManager
 
 MAX_NAMESPACES = 20
 """With series of their own; all others are "other". Counters never go back, so a name once given stays."""
@@ -22,7 +29,7 @@ def hidden_name(namespace: str) -> str:
 
 
 class NamespaceLabels:
-    """Gives each namespace its label. Used from one thread."""
+    """Gives each namespace a label to count under. Used from one thread."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         self._name_of = name_of
@@ -45,3 +52,29 @@ class NamespaceLabels:
         if len(self._waiting) > _MAX_WAITING:
             self._waiting.popitem(last=False)
         return OTHER
+
+
+class UsageCollector(Collector):
+    """What the largest namespaces use now, read at each scrape from `namespace_usage()`; the rest is "other"."""
+
+    def __init__(self, cache: CacheManager, name_of: Callable[[str], str]) -> None:
+        self._cache = cache
+        self._name_of = name_of
+
+    def collect(self) -> Iterator[Metric]:
+        """Blocks by namespace and state, and quotas."""
+        help_of_blocks = "Blocks of a namespace, in all lanes: stored, held by running requests, pinned."
+        blocks = GaugeMetricFamily("looseleaf_namespace_blocks", help_of_blocks, labels=["namespace", "state"])
+        help_of_quota = "Blocks that a namespace may store, where it has a quota."
+        quotas = GaugeMetricFamily("looseleaf_namespace_quota_blocks", help_of_quota, labels=["namespace"])
+        sums: dict[str, Counter[str]] = {}
+        for place, usage in enumerate(self._cache.namespace_usage()):
+            name = OTHER if usage.namespace is None or place >= MAX_NAMESPACES else self._name_of(usage.namespace)
+            row = sums.setdefault(name, Counter())
+            row.update(stored=usage.stored_blocks, held=usage.held_blocks, pinned=usage.pinned_blocks)
+            if usage.quota_blocks is not None and name != OTHER:
+                quotas.add_metric([name], usage.quota_blocks)
+        for name, row in sums.items():
+            for state, count in row.items():
+                blocks.add_metric([name, state], count)
+        yield from (blocks, quotas)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from looseleaf.server.routes import cache, generation, operation, pins, sessions
+from looseleaf.server.routes import cache, explain, generation, operation, pins, sessions
 
-ROUTERS = (generation.router, pins.router, sessions.router, cache.router, operation.router)
+ROUTERS = (generation.router, pins.router, sessions.router, explain.router, cache.router, operation.router)

@@ -1,19 +1,18 @@
-"""`/v1/cache`: statistics, look-up, warming, clearing, size; `/v1/requests/{id}/cache`: why a request hit or missed."""
+"""`/v1/cache`: statistics, look-up, warming, clearing, size."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
-from looseleaf.core.explain import Explanation
 from looseleaf.engine.request import GenerationRequest, Usage
 from looseleaf.engine.sampling import SamplingParams
-from looseleaf.errors import CapacityError, UnknownRequest
+from looseleaf.errors import CapacityError
 from looseleaf.server.auth import Caller
 from looseleaf.server.context import AdminCaller, AnyCaller, Context, ServerContext
 from looseleaf.server.conversations import render, stable_prefix
@@ -22,9 +21,6 @@ from looseleaf.server.generation import Generation
 from looseleaf.server.layers import num_foreign_tokens
 from looseleaf.server.prompts import PlacedPrompt, placed_prompt
 from looseleaf.server.schemas import ClearBody, PromptBody, ResizeBody
-
-# That somebody else has sent the same text is none of a client's business: it would make prompts guessable.
-_NOTHING_OF_YOURS = "nothing in this namespace begins like this prompt."
 
 router = APIRouter(tags=["cache"])
 
@@ -126,32 +122,6 @@ async def resize_cache(body: ResizeBody, context: Context, caller: AdminCaller) 
     }
 
 
-@router.get("/v1/requests/{request_id:path}/cache")
-async def explain_request(request_id: str, context: Context, caller: AnyCaller) -> dict[str, Any]:
-    """The explanation, in numbers and one sentence; 404 for a request that is unknown or another client's."""
-    known = known_request_id(context, caller, request_id)
-    explanation = context.cache.explain(request_id=known)
-    if explanation.reason == "other_namespace" and not caller.may_know_of_others:
-        explanation = replace(explanation, reason="never_seen", message=_NOTHING_OF_YOURS)
-    if not caller.may_know_of_others:  # what is stored there may be another client's
-        explanation = replace(explanation, stored_tokens=())
-    drift = context.directory.note_of(known).drift
-    answer = {"object": "cache.explanation", "request_id": known, **asdict(explanation)}
-    answer["diverged_text"] = _diverged_text(context, explanation)
-    return {**answer, "drift": drift and drift.as_answer()}
-
-
-def _diverged_text(context: ServerContext, explanation: Explanation) -> dict[str, str] | None:
-    """What is stored where a prompt leaves it, and what was asked instead; None where nothing is told of both."""
-    if not (explanation.stored_tokens or explanation.asked_tokens):
-        return None
-    stored, asked = (
-        context.tokenizer.decode(tokens, skip_special_tokens=False)
-        for tokens in (explanation.stored_tokens, explanation.asked_tokens)
-    )
-    return {"stored": stored, "asked": asked}
-
-
 async def warm(
     request: Request, context: ServerContext, caller: Caller, request_id: str, prompt: PlacedPrompt
 ) -> Usage:
@@ -166,20 +136,3 @@ async def warm(
     context.directory.record(request_id, caller, num_foreign_tokens=num_foreign_tokens(place.layers, caller))
     (deltas,) = await generation.collect(request.receive)
     return deltas[-1].usage
-
-
-def known_request_id(context: ServerContext, caller: Caller, request_id: str) -> str:
-    """The engine's id for the id of an answer: the same, or for an answer of several choices that of the first.
-
-    Raises:
-        UnknownRequest: no such request is known, or it is another client's.
-    """
-    for candidate in (request_id, f"{request_id}-0"):
-        if not context.directory.may_see(candidate, caller):
-            continue
-        try:
-            context.cache.explain(request_id=candidate)
-        except UnknownRequest:
-            continue
-        return candidate
-    raise UnknownRequest(request_id)

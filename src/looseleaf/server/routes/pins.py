@@ -18,7 +18,8 @@ from looseleaf.server.conversations import stable_prefix
 from looseleaf.server.errors import ApiError
 from looseleaf.server.layers import cut_layers
 from looseleaf.server.prompts import PlacedPrompt, placed_prompt
-from looseleaf.server.routes.cache import known_request_id, warm
+from looseleaf.server.routes.cache import warm
+from looseleaf.server.routes.explain import known_request_id
 from looseleaf.server.schemas import AutoPinBody, AutoRuleBody, PinBody, QuotaBody
 
 _TIMES = ("created_at", "expires_at", "last_used_at", "ended_at")
