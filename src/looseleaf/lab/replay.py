@@ -8,7 +8,7 @@ blocks are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,12 +100,13 @@ def replay_instant(
         num_known_requests=0,
         auto_pin=auto_pin,
     )
+    unit = size if auto_pin else 1  # all tokens of a block are equal: one tells as much, unless their number matters
     clock = TraceClock()
-    cache = CacheManager(config, clock=clock)
+    cache = CacheManager(replace(config, page_tokens=page // size * unit, block_tokens=unit), clock=clock)
     num_spare = cache.plan.num_blocks - capacity_blocks
     with cache.lease(np.zeros(1, dtype=np.int32), request_id="spare", count_lookup=False, reuse=False) as spare:
-        spare.reserve(num_spare * size)  # the last page's blocks beyond the capacity
-        return _serve_all(trace, cache, clock, capacity_blocks, on_progress)
+        spare.reserve(num_spare * unit)  # the last page's blocks beyond the capacity
+        return _serve_all(trace, cache, clock, capacity_blocks, config, on_progress)
 
 
 def replayed_block_tokens(trace: Trace, block_tokens: int | None) -> int:
@@ -147,40 +148,43 @@ def _serve_all(
     cache: CacheManager,
     clock: TraceClock,
     capacity_blocks: int,
+    config: CacheConfig,
     on_progress: Callable[[int], None] | None,
 ) -> ReplayResult:
-    size, trace_size = cache.plan.block_tokens, trace.block_tokens or 0
+    """`config`: the cache as asked for; `cache` may hold fewer tokens in a block."""
+    size, trace_size, unit = config.block_tokens, trace.block_tokens or 0, cache.plan.block_tokens
     hit_tokens = num_places = num_filled = peak_held = peak_used = 0
     fewest_free = capacity_blocks
     for number, request in enumerate(trace.requests):
         clock.seconds = request.at_seconds
         num_input = request.num_input_tokens
         num_blocks = num_cache_blocks(request, trace_size, size)
-        prompt = _prompt(request, trace_size, num_blocks * size)
+        prompt = _prompt(request.blocks, trace_size // size * unit, num_blocks * unit)
         with cache.lease(prompt, "served", request.namespace, session=request.session) as lease:
-            hit_tokens += min(lease.num_cached_tokens, num_input)
-            num_stored = min(num_blocks, capacity_blocks) * size
-            lease.reserve(num_stored)
-            if num_stored > num_input:  # the last block is not full
-                lease.commit(num_stored - size)
-                lease.commit(num_stored, is_padded=True)
+            hit_tokens += min(lease.num_cached_tokens // unit * size, num_input)
+            num_stored = min(num_blocks, capacity_blocks)
+            lease.reserve(num_stored * unit)
+            if num_stored * size > num_input:  # the last block is not full
+                lease.commit((num_stored - 1) * unit)
+                lease.commit(num_stored * unit, is_padded=True)
             else:
-                lease.commit(num_stored)
+                lease.commit(num_stored * unit)
             lease.num_output_tokens = request.num_output_tokens
             fewest_free = min(fewest_free, cache.room().num_free_blocks)
-            num_used = min(num_stored, num_input)
-            num_places += num_stored
-            num_filled += num_used
-            peak_held, peak_used = max(peak_held, num_stored), max(peak_used, num_used)
+        num_held = num_stored * size
+        num_used = min(num_held, num_input)
+        num_places += num_held
+        num_filled += num_used
+        peak_held, peak_used = max(peak_held, num_held), max(peak_used, num_used)
         if on_progress is not None:
             on_progress(number + 1)
     input_tokens = sum(request.num_input_tokens for request in trace.requests)
     return ReplayResult(
         trace=trace.name,
-        policy=cache.config.policy,
+        policy=config.policy,
         mode="instant",
         capacity_blocks=capacity_blocks,
-        page_tokens=cache.config.page_tokens,
+        page_tokens=config.page_tokens,
         block_tokens=size,
         requests=len(trace.requests),
         input_tokens=input_tokens,
@@ -188,15 +192,15 @@ def _serve_all(
         token_hit_rate=hit_tokens / input_tokens if input_tokens else 0.0,
         waste=1 - num_filled / num_places if num_places else 0.0,
         peak_blocks=capacity_blocks - fewest_free,
-        evicted_blocks=cache.stats().evicted_tokens // size,
+        evicted_blocks=cache.stats().evicted_tokens // unit,
         peak_held_tokens=peak_held,
         peak_used_tokens=peak_used,
-        auto_pin=cache.auto_pin_report() if cache.config.auto_pin else None,
+        auto_pin=cache.auto_pin_report() if config.auto_pin else None,
     )
 
 
-def _prompt(request: TraceRequest, trace_block_tokens: int, num_tokens: int) -> Int32Array:
-    """Blocks of tokens of their own, cut or filled up to `num_tokens`, and one token more: int32 [num_tokens + 1]."""
-    prompt = np.zeros(len(request.blocks) * trace_block_tokens + 1, dtype=np.int32)
-    prompt[:-1].reshape(-1, trace_block_tokens)[:] = np.array(request.blocks, dtype=np.int32)[:, None]
+def _prompt(blocks: Sequence[int], tokens_per_block: int, num_tokens: int) -> Int32Array:
+    """Each block of the trace filled with its id, cut to `num_tokens`, and one token more: int32 [num_tokens + 1]."""
+    prompt = np.zeros(len(blocks) * tokens_per_block + 1, dtype=np.int32)
+    prompt[:-1].reshape(-1, tokens_per_block)[:] = np.array(blocks, dtype=np.int32)[:, None]
     return prompt[: num_tokens + 1]
