@@ -217,7 +217,7 @@ def test_one_failing_cell_does_not_lose_the_others(cli: RunCli, mooncake: Path) 
     shown = cli("replay", str(mooncake), *options)
     assert shown.exit_code == 1
     assert "11.11%" in shown.stdout
-    assert "trace.jsonl, lru, 5%, 48-token blocks: trace has blocks of 512 tokens" in shown.stderr
+    assert "trace.jsonl, adaptive, 5%, 48-token blocks: trace has blocks of 512 tokens" in shown.stderr
 
 
 def test_traces_of_equal_names_are_told_apart(cli: RunCli, mooncake: Path) -> None:

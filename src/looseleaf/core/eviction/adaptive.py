@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypeAlias
@@ -46,10 +47,12 @@ _Entry: TypeAlias = tuple[int, int, int, _Run]
 
 
 class _Part:
-    """A stored run of blocks (a node) or what is remembered of an evicted one; `ghost_key` of its evicted end."""
+    """A stored run of blocks (a node) or what is remembered of an evicted one. `keys`: chain keys of its first blocks,
+    as far as they are known; `ghost_key`: that of its evicted end."""
 
     __slots__ = (
-        "ghost_key", "is_padded", "last_request", "last_tick", "last_used", "num_blocks", "num_uses", "run", "turns",
+        "ghost_key", "is_padded", "keys", "last_request", "last_tick", "last_used", "num_blocks", "num_uses", "run",
+        "turns",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, num_uses: int, turns: int, is_padded: bool) -> None:
@@ -61,6 +64,7 @@ class _Part:
         self.last_request = self.last_tick = 0
         self.last_used = 0.0
         self.ghost_key = 0
+        self.keys = array("q")
 
     def use(self, use: Use) -> None:
         """A request uses it."""
@@ -77,13 +81,14 @@ class _Part:
 class _Open:
     """A request between its look-up and its end."""
 
-    __slots__ = ("began", "ghost_uses", "num_new", "seen_at", "turns")
+    __slots__ = ("began", "ghost_uses", "keys", "num_new", "seen_at", "turns")
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.seen_at: float | None = None  # when the conversation that it continues was last used
         self.turns = self.num_new = 0
         self.ghost_uses: dict[int, int] = {}
+        self.keys: Sequence[int] = ()  # of what it did not find
 
     def class_of(self, use_bucket: int, num_output_tokens: int) -> RunClass:
         """The class of its runs of so many uses."""
@@ -154,17 +159,19 @@ class AdaptivePolicy:
             ghost = self._ghosts.get(key)
             if ghost is None:
                 continue
-            if number:
-                cuts.append(number)
-            num_seen = min(len(keys), number + ghost.num_blocks)
+            num_again = _num_equal(ghost, keys, number)
+            num_seen = min(len(keys), number + num_again)
+            cuts += (number, num_seen)
             request.seen_at, request.turns = ghost.last_used, ghost.turns + 1
             request.ghost_uses[key] = ghost.num_uses
             self._drop_ghost(key)
-            self._leave(ghost)
-        if 0 < num_seen < len(keys):
-            cuts.append(num_seen)
+            if num_again < ghost.num_blocks:
+                self._leave(self._cut_ghost(ghost, num_again))
+            else:
+                self._leave(ghost)
         request.num_new = len(keys) - num_seen
-        return sorted(set(cuts))
+        request.keys = keys
+        return sorted({cut for cut in cuts if 0 < cut < len(keys)})
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """A first use, or one more for what was evicted before."""
@@ -172,6 +179,9 @@ class AdaptivePolicy:
         num_uses = request.ghost_uses.pop(run.key, 0) + 1
         part = self._parts[node_id] = _Part(run.num_blocks, num_uses, request.turns, run.is_padded)
         part.use(use)
+        if run.key in request.keys:
+            first = request.keys.index(run.key)
+            part.keys = array("q", request.keys[first : first + run.num_blocks])
 
     def extend(self, node_id: int, num_blocks: int) -> None:
         """The request that stored it is still open: no run yet."""
@@ -202,7 +212,8 @@ class AdaptivePolicy:
     def split(self, node_id: int, upper_id: int, num_upper_blocks: int) -> None:
         """Both parts stay in the run; what was evicted lies behind the lower."""
         part = self._parts[node_id]
-        self._parts[upper_id] = part.copy(num_upper_blocks)
+        upper = self._parts[upper_id] = part.copy(num_upper_blocks)
+        upper.keys, part.keys = part.keys[:num_upper_blocks], part.keys[num_upper_blocks:]
         part.num_blocks -= num_upper_blocks
 
     # --- what evictions do ----------------------------------------------------------------------------------------
@@ -211,14 +222,15 @@ class AdaptivePolicy:
         """The tail is remembered by its key."""
         part = self._parts[node_id]
         part.num_blocks -= num_blocks
-        self._remember(part, num_blocks, key)
+        keys, part.keys = part.keys[part.num_blocks :], part.keys[: part.num_blocks]
+        self._remember(part, num_blocks, key, keys)
 
     def forget(self, node_id: int, key: int | None) -> None:
         """Remembered by its key if it was evicted; what is cleared teaches nothing more."""
         self.withdraw(node_id)
         part = self._parts.pop(node_id)
         if key is not None:
-            self._remember(part, part.num_blocks, key)
+            self._remember(part, part.num_blocks, key, part.keys)
             return
         if part.ghost_key in self._ghosts:
             self._take_out(self._drop_ghost(part.ghost_key))
@@ -333,21 +345,37 @@ class AdaptivePolicy:
             if run.is_counted:
                 self._num_counted_blocks -= part.num_blocks
 
-    def _remember(self, part: _Part, num_blocks: int, key: int) -> None:
-        """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it."""
+    def _remember(self, part: _Part, num_blocks: int, key: int, keys: array[int]) -> None:
+        """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it.
+        `keys`: those of its blocks that are known."""
         run = part.run
         if run is None or not run.is_counted:
             if run is not None:
                 run.num_left -= num_blocks
             return
         ghost = part.copy(num_blocks)
+        ghost.keys = keys
         if part.ghost_key in run.ghost_keys:
-            ghost.num_blocks += self._drop_ghost(part.ghost_key).num_blocks
+            behind = self._drop_ghost(part.ghost_key)
+            ghost.num_blocks += behind.num_blocks
+            ghost.keys = keys + behind.keys if len(keys) == num_blocks else keys
         if key in self._ghosts:  # the same content was stored and evicted twice
             self._take_out(self._drop_ghost(key))
         part.ghost_key = key
         self._ghosts[key] = ghost
         run.ghost_keys.add(key)
+
+    def _cut_ghost(self, ghost: _Part, num_blocks: int) -> _Part:
+        """The first blocks of a ghost; the others stay remembered by a key of their own."""
+        first, key = ghost.copy(num_blocks), ghost.keys[num_blocks]
+        ghost.num_blocks -= num_blocks
+        ghost.keys = ghost.keys[num_blocks:]
+        if key in self._ghosts or ghost.run is None:
+            self._take_out(ghost)
+        else:
+            self._ghosts[key] = ghost
+            ghost.run.ghost_keys.add(key)
+        return first
 
     def _drop_ghost(self, key: int) -> _Part:
         ghost = self._ghosts.pop(key)
@@ -402,6 +430,14 @@ class AdaptivePolicy:
         self._yields = dict(zip(class_ids, rates, strict=True))
         self._order = [(self._yields[class_id][step], class_id, step) for class_id, step in self._cells]
         heapq.heapify(self._order)
+
+
+def _num_equal(ghost: _Part, keys: Sequence[int], first: int) -> int:
+    """How many blocks of a ghost are `keys` from number `first` on. What is not known of it counts as equal."""
+    for number, key in enumerate(ghost.keys):
+        if first + number >= len(keys) or keys[first + number] != key:
+            return number
+    return ghost.num_blocks
 
 
 def _use_bucket(part: _Part) -> int:
