@@ -303,7 +303,8 @@ def test_no_process_is_left_behind(tmp_path: Path, sent: signal.Signals) -> None
         "--jobs",
         "2",
     ]
-    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a background shell does not
+    # a shell makes what it runs in the background deaf to it
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     command[1:3] = ["-c", listening + "from looseleaf.cli.main import app; app(prog_name='looseleaf')"]
     with subprocess.Popen(
         [*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
