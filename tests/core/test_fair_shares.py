@@ -425,3 +425,21 @@ def test_a_reservation_that_fails_takes_from_nobody(make: MakeCache) -> None:
             big.reserve(60)
         assert (cache.stats(), cache.namespace_usage()) == (stats, told)
         assert lease.num_committed_tokens == 24
+
+
+def test_policies_of_accounts_hear_of_every_end(make: MakeCache) -> None:
+    """A request that stored nothing, was too short for a block, or whose blocks were cleared meanwhile leaves nothing
+    open in the policy of its account."""
+    cache = make(32, policy="adaptive", fair_shares=True)
+    for number in range(20):
+        with cache.lease(tokens(number, 3 + number % 3), namespace="a"):
+            pass
+        run(cache, tokens(number, 9), namespace="a", layers=(NamespaceLayer("b", 4),))
+    with start(cache, tokens(19, 9), namespace="a", layers=(NamespaceLayer("b", 4),)):
+        cache.clear()
+    shares = cache._store.victims.shares
+    assert shares is not None
+    policies = [share.policy for share in shares._shares.values()]
+    assert len(policies) > 1
+    assert not any(policy._open for policy in policies)
+    assert not shares._waiting

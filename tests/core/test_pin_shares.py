@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from looseleaf import CacheManager, LayerGroup, PinQuotaExceeded
+from looseleaf import CacheManager, LayerGroup, NamespaceLayer, PinQuotaExceeded
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import pack_tokens
 from looseleaf.testing.clock import ManualClock
@@ -208,3 +208,19 @@ def test_the_other_pin_is_still_refreshed(make: MakeCache, clock: ManualClock) -
     clock.advance(5)
     run(cache, tokens(1, 17))
     assert [pin.expires_at for pin in cache.pins()] == [15]
+
+
+def test_a_full_layer_holds_up_no_pin_that_waits_in_another(make: MakeCache) -> None:
+    """Quota of all goes to a pin whose next block lies in a namespace without a quota of its own, though an earlier pin
+    waits for the full layer in which both begin."""
+    cache = make(16, pin_quota=0.25, namespace_pin_quotas={"": 0.125})
+    shared, own = tokens(1, 12), tokens(2, 12)
+    layers = (NamespaceLayer("", 4),)
+    run(cache, shared)
+    run(cache, shared[:4] + own, namespace="a", layers=layers)
+    first = cache.pin(shared, level="soft")
+    second = cache.pin(shared[:4] + own, namespace="a", layers=layers, level="soft")
+    assert (first.num_pinned_tokens, second.num_pinned_tokens) == (8, 12)
+    cache.set_pin_quota(0.5)
+    now = {pin.id: pin.num_pinned_tokens for pin in cache.pins()}
+    assert now == {first.id: 8, second.id: 16}

@@ -66,6 +66,7 @@ class PolicyShares:
         self._shares: dict[int, _Share] = {_COMMON: self._common}  # by number of the account
         self._idle: OrderedDict[int, _Share] = OrderedDict()
         self._heap = OfferedHeap()  # shares that have something to give
+        self._waiting: dict[int, dict[int, _Share]] = {}  # by request: those whose policies are to be told of its end
         usage.tracks_private = True
 
     # --- whose ----------------------------------------------------------------------------------------------------
@@ -150,6 +151,7 @@ class PolicyShares:
     def hit(self, node_ids: Sequence[int], use: Use) -> None:
         """As in `EvictionPolicy`; each policy is told its part of the path."""
         for share, part in self._parts(node_ids):
+            self._waiting.setdefault(use.request, {})[share.number] = share
             share.policy.hit(part, use)
 
     def missed(self, keys: Sequence[int], use: Use, tenancy: Tenancy, first_block: int) -> Sequence[int]:
@@ -159,14 +161,21 @@ class PolicyShares:
         cuts: list[int] = []
         for first, last in zip((first_block, *ends), (*ends, stop), strict=True):
             begin = first - first_block
-            part = self._share(tenancy.at(first)).policy.missed(keys[begin : last - first_block], use)
+            share = self._share(tenancy.at(first))
+            self._waiting.setdefault(use.request, {})[share.number] = share
+            part = share.policy.missed(keys[begin : last - first_block], use)
             cuts += [begin + cut for cut in part]
         return cuts
 
     def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:
-        """As in `EvictionPolicy`; each policy is told its part of the path."""
+        """As in `EvictionPolicy`; each policy is told its part of the path, be it empty, if it was told of the
+        request."""
+        waiting = self._waiting.pop(use.request, {})
         for share, part in self._parts(node_ids):
+            waiting.pop(share.number, None)
             share.policy.release(part, use, num_output_tokens)
+        for share in waiting.values():
+            share.policy.release([], use, num_output_tokens)
 
     def split(self, node_id: int, upper_id: int, num_upper_blocks: int) -> None:
         """As in `EvictionPolicy`."""

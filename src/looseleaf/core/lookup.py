@@ -115,20 +115,21 @@ def _tell_others(
     num_usable = (finding.num_prompt_tokens - 1) // block_tokens
     rest = query.data[node.end * block_bytes : num_usable * block_bytes]
     keys = store.forgotten.keys_behind(node, rest, query.tenancy.borders)
-    run = store.forgotten.evicted_run(keys)
     cuts: Sequence[int] = ()
     if uses_keys:
         cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request), query.tenancy, node.end)
     if finding.reason == "cleared":
         finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens
-    if finding.reason == "evicted":
-        finding.num_lost_tokens = len(run.keys) * block_tokens
-        store.pins.on_recomputed(finding.num_lost_tokens)
-    if store.auto_pins is not None and query.is_counted:
-        ends = store.forgotten.end_keys(node)
-        store.auto_pins.on_lookup(
-            LookUp(
-                query.tenancy, query.data, node.path(), ends, used_at, keys, run, num_known_blocks, finding.at_seconds
+    auto_pins = store.auto_pins if query.is_counted else None
+    if finding.reason == "evicted" or auto_pins is not None:
+        run = store.forgotten.evicted_run(keys)
+        if finding.reason == "evicted":
+            finding.num_lost_tokens = len(run.keys) * block_tokens
+            store.pins.on_recomputed(finding.num_lost_tokens)
+        if auto_pins is not None:
+            path, now = node.path(), finding.at_seconds
+            ends = store.forgotten.end_keys(node)
+            auto_pins.on_lookup(
+                LookUp(query.tenancy, query.data, path, ends, used_at, keys, run, num_known_blocks, now)
             )
-        )
     return Missing(keys, [node.end + number for number in cuts])

@@ -43,7 +43,7 @@ class CacheManager:
 
     Args:
         config: sizes, policy, quota.
-        clock: gives seconds; used for expiry and for ages in explanations, never by policies.
+        clock: gives seconds; used for expiry and for ages in explanations. Policies do not read it, they are told.
         on_event: is called, under the lock, with every `CacheEvent`; it must be quick, not raise and not call back.
     """
 

@@ -62,8 +62,11 @@ class PinBook:
         self._victims = victims
         self.marks = PinMarks(plan, ledger, victims, slid_out)
         self.quotas = PinQuotas(plan, self.marks)
-        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), self.quotas.by_namespace)
-        self.limited = PinQueue(lambda pin: (pin.level != HARD, -pin.priority, pin.number), self.quotas.by_namespace)
+        quotas = self.quotas.by_namespace
+        self.soft = PinQueue(lambda pin: (pin.priority, -pin.number), lambda pin: pin.tenancy.namespaces, quotas)
+        self.limited = PinQueue(  # by where the block lies that it waits for: where the first has no room, nobody has
+            lambda pin: (pin.level != HARD, -pin.priority, pin.number), lambda pin: (pin.awaited.namespace,), quotas
+        )
         self.anchorages: dict[int, Anchorage] = {}  # by node
         self._price_tokens = 0.0  # what one block, pinned since the start, has cost others
         self._expiries: list[tuple[float, str]] = []

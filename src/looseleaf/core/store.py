@@ -46,7 +46,7 @@ class Usable:
     num_known_blocks: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: two are made for each block that a decode fills
 class Holder:
     """Who stores blocks. own_node: it made the node behind which it stores. opened_tick: when its lease was made.
     request: its number for the policy. is_padded: the last block stored is not full of tokens. borders: where its
@@ -240,9 +240,8 @@ class BlockStore:
             if child is None:
                 run = data[at * size : stop * size]
                 keys = None if holder.keys is None else holder.keys[at:stop].copy()
-                part = Holder(
-                    own_node, holder.opened_tick, holder.request, holder.is_padded and stop == len(blocks), (), keys
-                )
+                is_padded = holder.is_padded and stop == len(blocks)
+                part = Holder(own_node, holder.opened_tick, holder.request, is_padded, (), keys)
                 node, at = self._add_new(node, run, blocks[at:stop].copy(), part, namespace), stop
                 own_node = True
                 continue
@@ -449,7 +448,7 @@ class BlockStore:
         parent = node.parent
         assert parent is not None  # roots own no blocks
         first = node.num_blocks - num_blocks
-        keys = self.forgotten.keys_of(node)[first:].copy()
+        keys = self.forgotten.keys_of(node)[first:]
         blocks: Int32Array = node.blocks[first:].ravel()
         blocks = blocks[blocks != ABSENT]
         was_kept = self.auto_pins is not None and self.auto_pins.on_forgotten(node, num_blocks)

@@ -81,14 +81,23 @@ class _Part:
 class _Open:
     """A request between its look-up and its end."""
 
-    __slots__ = ("began", "ghost_uses", "keys", "num_new", "seen_at", "turns")
+    __slots__ = ("began", "ghost_uses", "keys", "num_new", "num_stored", "seen_at", "turns")
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.seen_at: float | None = None  # when the conversation that it continues was last used
-        self.turns = self.num_new = 0
+        self.turns = self.num_new = self.num_stored = 0
         self.ghost_uses: dict[int, int] = {}
-        self.keys: Sequence[int] = ()  # of what it did not find
+        self.keys: Sequence[int] = ()  # of what it did not find, of which `num_stored` are behind it
+
+    def take_keys(self, run: StoredRun) -> array[int]:
+        """Those of a run that it stores now; none where they are not known. O(blocks of the run) in the order of a
+        prompt."""
+        at = self.num_stored
+        if at >= len(self.keys) or self.keys[at] != run.key:  # others have stored what lies between
+            at = self.keys.index(run.key, at) if run.key in self.keys[at:] else len(self.keys)
+        self.num_stored = min(len(self.keys), at + run.num_blocks)
+        return array("q", self.keys[at : self.num_stored])
 
     def class_of(self, use_bucket: int, num_output_tokens: int) -> RunClass:
         """The class of its runs of so many uses."""
@@ -108,7 +117,8 @@ class AdaptivePolicy:
     order of their yield.
 
     Costs O(log runs) per node and request, and a table of some hundred classes every `RECOMPUTE_REQUESTS` requests.
-    Memory: a few hundred bytes per run, at most `MEMORY` times the pool's blocks of them remembered.
+    Memory: a few hundred bytes per run and 8 per block, of stored blocks and of evicted ones, which together are at
+    most `MEMORY` times the pool's.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -170,7 +180,7 @@ class AdaptivePolicy:
             else:
                 self._leave(ghost)
         request.num_new = len(keys) - num_seen
-        request.keys = keys
+        request.keys, request.num_stored = keys, 0
         return sorted({cut for cut in cuts if 0 < cut < len(keys)})
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
@@ -179,9 +189,7 @@ class AdaptivePolicy:
         num_uses = request.ghost_uses.pop(run.key, 0) + 1
         part = self._parts[node_id] = _Part(run.num_blocks, num_uses, request.turns, run.is_padded)
         part.use(use)
-        if run.key in request.keys:
-            first = request.keys.index(run.key)
-            part.keys = array("q", request.keys[first : first + run.num_blocks])
+        part.keys = request.take_keys(run)
 
     def extend(self, node_id: int, num_blocks: int) -> None:
         """The request that stored it is still open: no run yet."""
@@ -349,9 +357,10 @@ class AdaptivePolicy:
         """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it.
         `keys`: those of its blocks that are known."""
         run = part.run
-        if run is None or not run.is_counted:
-            if run is not None:
-                run.num_left -= num_blocks
+        if run is None:
+            return
+        if not run.is_counted:
+            run.num_left -= num_blocks
             return
         ghost = part.copy(num_blocks)
         ghost.keys = keys
