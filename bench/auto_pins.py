@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.progress import track
 
+from looseleaf.cli.machine import provenance
 from looseleaf.core.auto_pin_config import AutoPinConfig
 from looseleaf.lab.replay import replay_instant
 from looseleaf.lab.traces import load_trace
@@ -95,14 +94,7 @@ def main() -> int:
     losses = [cell for cell in cells if cell.points < -MAX_LOSS_POINTS]
     print(f"\nleast {min(cell.points for cell in cells):+.2f}, most {max(cell.points for cell in cells):+.2f} points")
     if asked.output is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        names = " ".join(Path(trace).name for trace in asked.traces)
-        facts = {
-            "command": f"python bench/auto_pins.py {names} --policies {asked.policies}",
-            "commit": commit.stdout.strip(),
-            "python": platform.python_version(),
-            "cells": [asdict(cell) | {"points": round(cell.points, 3)} for cell in cells],
-        }
+        facts = {**provenance(), "cells": [asdict(cell) | {"points": round(cell.points, 3)} for cell in cells]}
         asked.output.write_text(json.dumps(facts, indent=1) + "\n")
     return len(losses)
 

@@ -30,6 +30,8 @@ from typing import Any
 
 import httpx
 
+from looseleaf.cli.machine import provenance
+
 Message = dict[str, Any]
 
 THINKING_TEMPLATE = (
@@ -238,8 +240,6 @@ def main() -> None:
         share, lost = result["reused_share"], result["lost_tokens"]
         print(f"{name:16} {share:6.1%} reused, {lost:6} lost: {result['lost_by_cause']}")
     if arguments.output:
-        from looseleaf.cli.machine import provenance
-
         facts = {"conversation": chosen["id"], "max_tokens": arguments.max_tokens, "block_tokens": 16}
         document = {**provenance(), **facts, "styles": results}
         arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

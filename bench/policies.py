@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from looseleaf.cli.machine import provenance
 from looseleaf.core.eviction import POLICIES
 from looseleaf.lab.optimum import OPTIMUM
 from looseleaf.lab.sweep import Cell, Outcome, SweepSettings, standing_of, with_references
@@ -161,12 +160,8 @@ def main() -> int:
     rows = rows_of(cells, replay_everything(traces, cells, asked.jobs))
     print_tables(rows, capacities)
     if asked.output is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        names = " ".join(Path(name).name for name in asked.traces)
         facts = {
-            "command": f"python bench/policies.py {names} --policies {asked.policies} --capacities {asked.capacities}",
-            "commit": commit.stdout.strip(),
-            "python": platform.python_version(),
+            **provenance(),
             "summary": [_rounded(summary) for summary in summaries(rows)],
             "cells": [_rounded(row) for row in rows],
         }

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import platform
 import pstats
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import looseleaf
+from looseleaf.cli.machine import provenance
 from looseleaf.lab.sweep import Cell, SweepSettings, replay_cell
 from looseleaf.lab.traces import load_trace
 
@@ -118,14 +117,7 @@ def main() -> None:
         for name, share in speed.parts.items():
             print(f"  {share:6.1%}  {name}")
     if asked.output is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        facts = {
-            "command": f"python bench/replay_speed.py {asked.trace.name} --capacity {asked.capacity} "
-            f"--policy {asked.policy} --block-tokens {asked.block_tokens}",
-            "commit": commit.stdout.strip(),
-            "python": platform.python_version(),
-            "replays": [asdict(speed) for speed in speeds],
-        }
+        facts = {**provenance(), "replays": [asdict(speed) for speed in speeds]}
         asked.output.write_text(json.dumps(facts, indent=1) + "\n")
 
 

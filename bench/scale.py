@@ -144,8 +144,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    facts = provenance()
-    facts["machine"] = f"{facts['machine']['num_processors']} cores {facts['machine']['processor']}"
     start = time.perf_counter()
     sizes = sorted(arguments.blocks)
     subjects = [Subject(policy, size, arguments.requests) for size in sizes for policy in arguments.policies]
@@ -162,7 +160,7 @@ def main() -> None:
         print(f"{subject.policy:>9} {subject.num_blocks:>8}: {row}", flush=True)
     seconds = round(time.perf_counter() - start, 1)
     result = {
-        "provenance": facts,
+        **provenance(),
         "rounds": arguments.rounds,
         "requests_per_round": arguments.requests,
         "figures": figures,

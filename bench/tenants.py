@@ -28,9 +28,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import platform
 import random
-import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -42,6 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from looseleaf import CacheConfig, CacheManager
+from looseleaf.cli.machine import provenance
 from looseleaf.lab.replay import TraceClock
 from looseleaf.lab.traces import Trace, TraceRequest, load_trace
 
@@ -226,17 +225,8 @@ def main(arguments: Sequence[str]) -> int:
     most = max(row.fair_lost_to_without for row in rows)
     print(f"with fair shares the flood costs nobody more than {most:.2f} points")
     if options.output is not None:
-        git = ["git", "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        command = f"python bench/tenants.py {options.trace.name} " + " ".join(
-            f"--{name} {getattr(options, name)}" for name in ("policies", "capacities", "floods")
-        )
         report = {
-            "command": command,
-            "commit": commit,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "machine": platform.machine(),
+            **provenance(),
             "tenants": NUM_TENANTS,
             "trace_requests": len(trace.requests),
             "rows": [asdict(row) for row in rows],

@@ -224,9 +224,12 @@ def test_percentiles() -> None:
     assert math.isnan(percentile([], 50))
 
 
-def test_provenance_names_machine_versions_and_commit(tmp_path: Path) -> None:
-    """The commit is that of the checkout that tracks the package; a folder outside of one has none."""
+def test_provenance_names_machine_versions_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is that of the checkout that tracks the package; a folder outside of one has none. No path of the
+    machine gets into it."""
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "run.py"), str(tmp_path / "a.jsonl"), "b/c", "--jobs", "2"])
     facts = provenance()
+    assert facts["command"] == "run.py a.jsonl b/c --jobs 2"
     assert set(facts) == {"machine", "versions", "commit", "command"}
     assert json.loads(json.dumps(facts)) == facts
     assert commit(tmp_path) is None

@@ -17,7 +17,9 @@ _PACKAGES = ("looseleaf", "torch", "transformers", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, commit (None outside of a checkout) and command of this process, ready for JSON."""
+    """Machine, versions, commit (None outside of a checkout) and command of this process, ready for JSON. Of files that
+    the command names by an absolute path only the names are told."""
+    words = [Path(sys.argv[0]).name, *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])]
     return {
         "machine": {
             "platform": platform.platform(),
@@ -27,7 +29,7 @@ def provenance() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
         "commit": commit(Path(looseleaf.__file__).parent),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(words),
     }
 
 
