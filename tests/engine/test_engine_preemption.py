@@ -146,7 +146,7 @@ def test_a_prefill_that_computed_nothing_costs_nothing():
     kit.add("third", prompt_of(17, seed=3), 40)
     kit.engine._scheduler._plan_chunks = lambda plan: None  # it is admitted, and then never gets a turn
     found = victims_of(kit)
-    kit.engine._commit = lambda plan: kit.cache.commit_many([sequence.held for sequence in plan.decodes])
+    kit.engine._commit = lambda plan: kit.cache.commit_many(plan.decodes.leases)
     while not found:
         kit.engine.step()
     assert found[0][0] == "third"

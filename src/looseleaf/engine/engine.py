@@ -33,6 +33,7 @@ from looseleaf.errors import (
     PromptTooLong,
     RequestError,
 )
+from looseleaf.ids import RequestId
 
 _ALIKE = ("namespace", "layers", "session", "reuse")
 """What samples of one prompt have in common besides it."""
@@ -137,10 +138,10 @@ class Engine:
             raise RequestError("no request was given", "give one or more, with the same prompt")
         sequences = [Sequence(request, self._tokenizer, self._clock()) for request in requests]
         with self._lock:
-            taken = set(self._sequences)
+            taken: set[RequestId] = set()
             for request in requests:
                 self._check(request, requests[0])
-                if request.request_id in taken:
+                if request.request_id in taken or request.request_id in self._sequences:
                     raise DuplicateRequest(request.request_id)
                 taken.add(request.request_id)
             lead: Sequence | None = None
@@ -309,9 +310,14 @@ class Engine:
 
     def _commit(self, plan: StepPlan) -> None:
         """What the step computed is written: make it shareable, but for requests that were aborted meanwhile."""
-        decoded = [sequence.held for sequence in plan.decodes if not sequence.is_aborted]
-        if decoded:
-            self._cache.commit_many(decoded)
+        decodes = plan.decodes
+        if decodes.sequences:
+            # Only aborts, which other threads ask for, make a row drop out between plan and commit.
+            is_whole = not self._aborting
+            pairs = zip(decodes.sequences, decodes.leases, strict=True)
+            self._cache.commit_many(
+                decodes.leases if is_whole else [lease for sequence, lease in pairs if not sequence.is_aborted]
+            )
         for chunk in plan.chunks:
             if not chunk.sequence.is_aborted:
                 chunk.sequence.held.commit(chunk.end)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from looseleaf.core.lease import Lease
 from looseleaf.engine.request import FinishReason
+from looseleaf.engine.sampling import SamplingRow
 from looseleaf.engine.sequence import Sequence
 from looseleaf.errors import LooseleafError
-from looseleaf.ids import Int64Array
+from looseleaf.ids import Int64Array, RequestId
 
 _NO_TOKENS, _NO_SLOTS = np.zeros(0, np.int64), np.zeros((1, 0), np.int64)
 
@@ -35,6 +37,37 @@ class Ending:
     error: LooseleafError | None = None
 
 
+@dataclass(frozen=True)
+class DecodeRows:
+    """Decoding sequences and what stays the same from step to step as long as they are the same: so a step of hundreds
+    is a few array operations. `sampling`: their rows, None if one of them changes with each token."""
+
+    sequences: list[Sequence]
+    leases: list[Lease]
+    request_ids: tuple[RequestId, ...]
+    sampling: tuple[SamplingRow, ...] | None
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> DecodeRows:
+        """All of `sequences` run."""
+        rows = [sequence.plain_row for sequence in sequences]
+        plain = tuple([row for row in rows if row is not None])
+        ids = tuple([sequence.request_id for sequence in sequences])
+        return cls(
+            sequences, [sequence.held for sequence in sequences], ids, plain if len(plain) == len(rows) else None
+        )
+
+    def sampling_rows(self) -> tuple[SamplingRow, ...]:
+        """How the next token of each is chosen."""
+        return self.sampling or tuple([sequence.sampling_row() for sequence in self.sequences])
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+NO_DECODES = DecodeRows([], [], (), None)
+
+
 @dataclass
 class StepPlan:
     """The step to compute: each of `decodes` one token, each of `chunks` its own range. No sequence is in both.
@@ -44,7 +77,7 @@ class StepPlan:
     `has_preempted`: a running request gave way.
     """
 
-    decodes: list[Sequence] = field(default_factory=list)
+    decodes: DecodeRows = NO_DECODES
     decode_tokens: Int64Array = field(default_factory=lambda: _NO_TOKENS)
     decode_slots: Int64Array = field(default_factory=lambda: _NO_SLOTS)
     chunks: list[Chunk] = field(default_factory=list)
@@ -55,12 +88,12 @@ class StepPlan:
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences of the step, decodes first: the rows of the batch."""
-        return self.decodes + [chunk.sequence for chunk in self.chunks]
+        return self.decodes.sequences + [chunk.sequence for chunk in self.chunks]
 
     @property
     def drawn(self) -> list[Sequence]:
         """The sequences whose next token is wanted, in the order of `StepBatch.sampled`."""
-        return [*self.decodes, *(sequence for chunk in self.chunks for sequence in chunk.drawn)]
+        return [*self.decodes.sequences, *(sequence for chunk in self.chunks for sequence in chunk.drawn)]
 
     @property
     def num_tokens(self) -> int:

@@ -12,8 +12,7 @@ blocks back (preemption by recompute) and waits again, in order of arrival:
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -23,20 +22,23 @@ from looseleaf.core.lease import Lease
 from looseleaf.core.manager import CacheManager
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.observer import EngineObserver
-from looseleaf.engine.plan import Chunk, Ending, StepPlan
+from looseleaf.engine.plan import NO_DECODES, Chunk, DecodeRows, Ending, StepPlan
 from looseleaf.engine.request import FinishReason
 from looseleaf.engine.sequence import Sequence
 from looseleaf.engine.sharing import InFlightSharing
 from looseleaf.errors import LooseleafError, OutOfBlocks
 
 _by_arrival = attrgetter("arrival")
+MAX_SET_ASIDE = 64
+"""Most requests of one step that are looked at only to find that they must wait for another one's prefill."""
 
 
 class Scheduler:
     """Queue, running set and their leases. Used from the engine's thread only.
 
     `limit_tokens`: most tokens of one sequence, set by the engine. `waiting` and `running` are in order of arrival; new
-    requests are put at the end of `waiting`. `copies`: what forks want copied in the next step, source by target.
+    requests are put at the end of `waiting`; those that follow a running prefill are set aside in `InFlightSharing`, so
+    a step's cost does not depend on how many wait. `copies`: what forks want copied in the next step, source by target.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class Scheduler:
         self._mean_output_tokens = 128.0
         self._num_usable_blocks = cache.plan.num_blocks
         self.limit_tokens = 0
-        self.waiting: deque[Sequence] = deque()
+        self._last_decodes = NO_DECODES
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.copies: dict[int, int] = {}
 
@@ -64,8 +67,10 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.lead is not None:
             sequence.lead.samples.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            index = bisect_left(self.waiting, sequence.arrival, key=_by_arrival)
+            if self.waiting[index : index + 1] == [sequence]:
+                del self.waiting[index]
         if sequence.num_output_tokens:
             self._mean_output_tokens += (sequence.num_output_tokens - self._mean_output_tokens) / 64
         if sequence.samples:
@@ -89,7 +94,7 @@ class Scheduler:
         self._plan_decodes(plan)
         if not plan.has_preempted:
             self._admit(plan)
-        if plan.decodes or plan.chunks:
+        if plan.decodes.sequences or plan.chunks:
             plan.copies = tuple(self.take_copies())
         return plan
 
@@ -175,19 +180,23 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Give every decoding sequence room for its newest token, preempting until that works."""
         while decodes := [sequence for sequence in self.running if sequence.is_decoding]:
-            leases = [sequence.held for sequence in decodes]
+            rows = self._last_decodes
+            if decodes != rows.sequences:  # one that left and came back was missing in a step between
+                rows = DecodeRows.of(decodes)
             tokens = np.array([sequence.last_token for sequence in decodes], np.int64)
             try:
-                slots = self._cache.append_many(leases, tokens)
+                slots = self._cache.append_many(rows.leases, tokens)
             except OutOfBlocks:
                 if len(self.running) == 1:  # alone: recomputing would end at the same place
                     plan.endings.append(Ending(decodes[0], FinishReason.LENGTH))
-                    return
+                    break
                 self._preempt(plan, "decode")
             else:
-                plan.decodes, plan.decode_tokens = decodes, tokens
-                plan.decode_slots = slots[None] if self._cache.plan.num_lanes == 1 else self._cache.slots_many(leases)
-                return
+                has_one_lane = self._cache.plan.num_lanes == 1
+                plan.decodes, plan.decode_tokens = rows, tokens
+                plan.decode_slots = slots[None] if has_one_lane else self._cache.slots_many(rows.leases)
+                break
+        self._last_decodes = plan.decodes
 
     def _preempt(self, plan: StepPlan, cause: str) -> Sequence:
         """Take the blocks of the request that gives most of them per token to be computed again, the latest arrival
@@ -210,11 +219,14 @@ class Scheduler:
     # -- who comes in --
 
     def _admit(self, plan: StepPlan) -> None:
-        budget, index = self._config.max_step_tokens - plan.num_tokens, 0
-        while index < len(self.waiting) and budget > 0 and len(self.running) < self._max_running:
-            sequence = self.waiting[index]
+        budget, num_set_aside = self._config.max_step_tokens - plan.num_tokens, 0
+        for follower in self._sharing.take_ready():
+            self._queue(follower)
+        while self.waiting and budget > 0 and len(self.running) < self._max_running and num_set_aside < MAX_SET_ASIDE:
+            sequence = self.waiting[0]
             if self._sharing.must_wait(sequence, self.running):
-                index += 1
+                self._sharing.set_aside(self.waiting.pop(0))
+                num_set_aside += 1
                 continue
             try:
                 chunk = self._try_admit(sequence, budget)
@@ -226,7 +238,7 @@ class Scheduler:
                 insort(self.running, sequence, key=_by_arrival)
                 plan.chunks.append(chunk)
                 budget -= chunk.end - chunk.start
-            del self.waiting[index]
+            del self.waiting[0]
 
     def _try_admit(self, sequence: Sequence, budget: int) -> Chunk | None:
         """Match, hold and reserve what the sequence needs to begin, or nothing; what it computes first.

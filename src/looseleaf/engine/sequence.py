@@ -99,14 +99,15 @@ class Sequence:
     next decode step computes. `is_counted`: its look-up is in the cache's statistics already. `is_decoding`: all tokens
     but the last one are computed, so each step computes one more. `arrival`: number in order of arrival.
 
+    `plain_row`: its sampling row if that is the same at each position (greedy), else None.
     `samples`: requests with the same prompt that go on from this one's prefill; each has it as `lead` and neither waits
     nor runs by itself. `wait`: see `sharing`. `preempted_at`: known and committed tokens at the last preemption.
     """
 
     __slots__ = (
-        "_buffer", "_draws", "_plain_row", "added_seconds", "admitted_seconds", "arrival", "is_aborted", "is_counted",
+        "_buffer", "_draws", "added_seconds", "admitted_seconds", "arrival", "is_aborted", "is_counted",
         "is_decoding", "last_token", "lead", "lease", "num_cached_tokens", "num_prompt_tokens", "num_tokens", "output",
-        "preempted_at", "request", "request_id", "samples", "wait",
+        "plain_row", "preempted_at", "request", "request_id", "samples", "wait",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, now_seconds: float) -> None:
@@ -129,7 +130,7 @@ class Sequence:
         self._buffer = prompt
         self._draws = UniformDraws(secrets.randbits(63) if params.seed is None else params.seed)
         plain_greedy = params.is_greedy and not params.needs_history
-        self._plain_row = SamplingRow(params, 0.0, _NO_TOKENS, _NO_TOKENS) if plain_greedy else None
+        self.plain_row = SamplingRow(params, 0.0, _NO_TOKENS, _NO_TOKENS) if plain_greedy else None
 
     @property
     def tokens(self) -> Int32Array:
@@ -179,8 +180,8 @@ class Sequence:
 
     def sampling_row(self) -> SamplingRow:
         """How the token at position `num_tokens` is to be drawn: the same whatever ran in between."""
-        if self._plain_row is not None:
-            return self._plain_row
+        if self.plain_row is not None:
+            return self.plain_row
         params = self.request.params
         uniform = 0.0 if params.is_greedy else self._draws.at(self.num_tokens)
         prompt, generated = _NO_TOKENS, _NO_TOKENS

@@ -4,12 +4,14 @@
     follower  [ found .)[ awaited ........)                     waits until the leader has committed what both share
 
 A follower holds nothing while it waits, so there are no cycles; its leader commits the awaited blocks in a bounded
-number of steps or leaves (aborted, preempted, failed). Then the follower looks again, in its turn.
+number of steps or leaves (aborted, preempted, failed). Then the follower looks again, in its turn. Until then it is set
+aside with its leader, so that thousands of them cost a step nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
+from heapq import heappop, heappush
 
 from looseleaf.core.manager import CacheManager
 from looseleaf.core.namespaces import Tenancy
@@ -19,11 +21,33 @@ from looseleaf.engine.sequence import Sequence, Wait
 
 
 class InFlightSharing:
-    """Says who waits for whom. `is_on` False: nobody waits."""
+    """Says who waits for whom, and keeps those who do. `is_on` False: nobody waits."""
 
     def __init__(self, cache: CacheManager, is_on: bool) -> None:
         self._cache = cache
         self._is_on = is_on
+        self._followers: dict[Sequence, list[tuple[int, int, Sequence]]] = {}
+        """By leader: a heap of (awaited tokens, arrival, follower). Those who ended meanwhile stay in it."""
+
+    def set_aside(self, follower: Sequence) -> None:
+        """Keep one that must wait until its leader has what it waits for, or leaves."""
+        if follower.wait is None:
+            raise RuntimeError(f"request {follower.request_id!r} waits for nobody")
+        heap = self._followers.setdefault(follower.wait.leader, [])
+        heappush(heap, (follower.wait.num_tokens, follower.arrival, follower))
+
+    def take_ready(self) -> list[Sequence]:
+        """Those set aside who need not wait any longer. O(leaders + those given back)."""
+        ready: list[Sequence] = []
+        for leader, heap in list(self._followers.items()):
+            lease = None if leader.is_decoding else leader.lease
+            while heap and (lease is None or lease.num_committed_tokens >= heap[0][0]):
+                follower = heappop(heap)[2]
+                if not follower.is_aborted:
+                    ready.append(follower)
+            if not heap:
+                del self._followers[leader]
+        return ready
 
     def must_wait(self, sequence: Sequence, running: AbstractSequence[Sequence]) -> bool:
         """True if a prefill among `running` will commit more whole blocks of this prompt than the cache holds now. What
