@@ -10,8 +10,8 @@ d  conversations of agents (JSON lines of `{"messages": [...]}`), 8 at a time, e
 
 Requests a to c are all there from the start; 16 run at once. In d a turn goes on from what the engine itself generated,
 and gives as many tokens as the recorded answer, from 8 to 64. Each side is a process of its own; all are there during
-the whole run, and take turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the largest
-sum over the side's processes of memory in proportion to who shares it (PSS), sampled while it serves.
+the whole run, and take turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the most
+that all processes of a side have together, in proportion to who shares it (PSS), sampled while it serves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from serving_driver import RESULT, Turn, Workload
 
 from looseleaf.cli.machine import provenance
 from looseleaf.hf.demo_model import demo_model_dir
 from looseleaf.hf.tokenizer import HFTokenizer
+from serving_driver import RESULT, Turn, Workload
 
 FOLDER = Path(__file__).parent
 OUT_TOKENS = 64
@@ -211,7 +211,7 @@ def compare(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", default=",".join(PEERS), help="of these: looseleaf,vllm,transformers")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))

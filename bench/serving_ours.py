@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import torch
-from serving_driver import Progress, answer
 from transformers import AutoModelForCausalLM
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 
@@ -15,6 +14,7 @@ from looseleaf.cli.build import MemorySettings, ModelSettings, build_stack, load
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import GenerationRequest
 from looseleaf.engine.sampling import SamplingParams
+from serving_driver import Progress, answer
 
 TRANSFORMERS_PAGE_TOKENS = 16
 """Like the blocks of the others (its default, 256, shares less)."""

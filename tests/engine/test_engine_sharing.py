@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from looseleaf.core.config import LayerGroup
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import FinishReason
+from looseleaf.engine.scheduler import MAX_SET_ASIDE
 from looseleaf.errors import OutOfBlocks
 from looseleaf.testing.engine_kit import EngineKit
 from looseleaf.testing.engine_kit import sample_prompt as prompt_of
@@ -182,3 +184,44 @@ def test_nobody_waits_for_ever(seed):
         if kit.reason(name) is FinishReason.LENGTH:
             check_tokens(kit, request)
     assert kit.observer.named("on_share")
+
+
+def test_thousands_that_wait_cost_a_step_nothing():
+    """Those who wait for another one's prefill are looked at once, a bounded number in each step, and then only when
+    they may go on: no step scans all that wait. All of them are served."""
+    kit = slow_leader_kit(max_running_requests=4)
+    requests = [kit.add(f"r{i}", prompt_of(100), 1) for i in range(200)]
+    looks = []
+    must_wait = kit.engine._scheduler._sharing.must_wait
+    kit.engine._scheduler._sharing.must_wait = lambda *args: looks.append(args[0].request_id) or must_wait(*args)
+    most = 0
+    for _ in range(3):  # the leader's prefill takes four
+        before = len(looks)
+        kit.step()
+        most = max(most, len(looks) - before)
+    assert kit.engine.num_running == 1
+    assert len(looks) == len(set(looks)) > MAX_SET_ASIDE
+    assert most <= MAX_SET_ASIDE + 1
+    kit.run()
+    check_tokens(kit, *requests)
+    assert kit.runner.num_computed_tokens == 100 + 199 * 4
+
+
+def slow_leader_kit(**limits):
+    """A pool so small that a prefill takes at most 32 tokens of each step, which leaves room for others to come in."""
+    groups = (LayerGroup("full"), LayerGroup("window", window_tokens=8))
+    return EngineKit(num_blocks=64, groups=groups, config=EngineConfig(max_step_tokens=200, **limits))
+
+
+def test_followers_that_are_aborted_leave():
+    """Aborting the leader and some of those set aside for it leaves the others to be served, in order of arrival."""
+    kit = slow_leader_kit()
+    requests = [kit.add(f"r{i}", prompt_of(100), 2) for i in range(6)]
+    kit.step(2)
+    assert kit.engine._scheduler.waiting == []
+    for name in ("r2", "r0", "r4"):
+        assert kit.engine.abort(name)
+    kit.run()
+    check_tokens(kit, *(requests[i] for i in (1, 3, 5)))
+    assert [kit.reason(f"r{i}").value for i in (0, 2, 4)] == ["abort"] * 3
+    assert kit.engine.num_waiting == kit.engine.num_running == 0

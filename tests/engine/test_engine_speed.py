@@ -46,3 +46,61 @@ def test_every_decoding_row_is_in_every_step():
         kit.engine.step()
     steps = kit.observer.named("on_step")[1:]
     assert all(step["num_scheduled_tokens"] == NUM_ROWS for step in steps)
+
+
+def test_ten_thousand_that_wait_do_not_slow_a_step():
+    """With 10,000 requests in the queue a decode step looks at none of them, and adding and aborting one does not look
+    at the others either."""
+
+    class Watched(list):
+        num_looks = 0
+
+        def __iter__(self):
+            type(self).num_looks += len(self)
+            return super().__iter__()
+
+        def __contains__(self, item):
+            type(self).num_looks += len(self)
+            return super().__contains__(item)
+
+        def index(self, *args):
+            type(self).num_looks += len(self)
+            return super().index(*args)
+
+        remove = index
+
+        def __getitem__(self, index):
+            type(self).num_looks += 1
+            return super().__getitem__(index)
+
+    kit = decoding_kit()
+    for i in range(10_000):
+        kit.add(f"w{i}", prompt_of(20, seed=i % 7), 4)
+    kit.engine.step()
+    assert kit.engine.num_waiting == 10_000
+    scheduler = kit.engine._scheduler
+    scheduler.waiting = Watched(scheduler.waiting)
+    for i in range(50):
+        kit.engine.abort(f"w{7 * i}")
+        kit.engine.step()
+    assert len(scheduler.waiting) == 9_950
+    assert Watched.num_looks <= 50 * 64
+
+
+def test_rows_are_made_again_only_when_they_change():
+    """The decoding rows of a step are those of the step before, as one object, until a request comes or ends."""
+    kit = decoding_kit()
+    kit.engine.step()
+    rows = kit.engine._scheduler._last_decodes
+    kit.engine.step()
+    assert kit.engine._scheduler._last_decodes is rows
+    kit.engine.abort("r17")
+    kit.add("new", prompt_of(150, seed=300), 500)
+    kit.engine.step()
+    kit.engine.step()
+    changed = kit.engine._scheduler._last_decodes
+    assert [sequence.request_id for sequence in changed.sequences] == [
+        *(f"r{i}" for i in range(NUM_ROWS) if i != 17),
+        "new",
+    ]
+    assert changed.leases == [sequence.held for sequence in changed.sequences]

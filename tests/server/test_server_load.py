@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import httpx
 import pytest
@@ -93,3 +94,90 @@ async def test_stopping_ends_open_streams(make_server):
     await asyncio.to_thread(server.engine.stop)
     assert (await stream)[-1]["choices"][0]["finish_reason"] == "abort"
     assert (await plain)["error"]["code"] == "aborted"
+
+
+@pytest.mark.parametrize("long_work", ["echo", "logprobs", "streamed logprobs", "match", "clear"])
+async def test_long_work_is_done_beside_the_event_loop(server, long_work, monkeypatch):
+    """What may take long (decoding for echo and log-probabilities, look-ups, clearing) holds up nobody else: health is
+    answered while it lasts."""
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def held(method):
+        def call(*args, **kwargs):
+            if threading.current_thread().name != "looseleaf-engine":
+                begun.set()
+                assert may_go_on.wait(5)
+            return method(*args, **kwargs)
+
+        return call
+
+    asked = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    path, body = {
+        "echo": ("/v1/completions", {**asked, "echo": True}),
+        "logprobs": ("/v1/completions", {**asked, "logprobs": 2}),
+        "streamed logprobs": ("/v1/completions", {**asked, "logprobs": 2, "stream": True}),
+        "match": ("/v1/cache/match", {"tokens": [5, 6, 7]}),
+        "clear": ("/v1/cache/clear", {}),
+    }[long_work]
+    if long_work in ("match", "clear"):
+        monkeypatch.setattr(server.cache, long_work, held(getattr(server.cache, long_work)))
+    else:
+        server.tokenizer.decode = held(server.tokenizer.decode)
+    running = asyncio.ensure_future(server.http.post(path, json=body))
+    try:
+        assert await asyncio.to_thread(begun.wait, 5)
+        await server.get("/health")
+        assert not running.done()
+    finally:
+        may_go_on.set()
+    assert (await running).status_code == 200
+
+
+async def test_a_request_is_taken_while_the_tokenizer_is_busy(server, eventually):
+    """A prompt of token ids is queued, and others are answered, while some long text holds the tokenizer: only the
+    engine's thread asks it for the text of tokens."""
+    is_free = threading.Event()
+    decode, askers = server.tokenizer.decode, set()
+
+    def waiting(*args, **kwargs):
+        askers.add(threading.current_thread().name)
+        assert is_free.wait(5)
+        return decode(*args, **kwargs)
+
+    server.tokenizer.decode = waiting
+    running = asyncio.ensure_future(server.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2}))
+    try:
+        assert await eventually(lambda: bool(askers))
+        await server.get("/health")
+    finally:
+        is_free.set()
+    await running
+    assert askers == {"looseleaf-engine"}
+
+
+async def test_health_is_quick_under_load(make_server, wire):
+    """With steps that compute for 20 ms, then work in Python for 10, and 16 streams at once, 99 of 100 health checks
+    are answered within the time of two steps."""
+    server = await make_server(num_pages=16, delay_seconds=0.02)
+    execute = server.runner.execute
+
+    def busy(batch):
+        until = time.perf_counter() + 0.01
+        while time.perf_counter() < until:
+            pass
+        return execute(batch)
+
+    server.runner.execute = busy
+    body = {"max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
+    seconds = []
+    async with wire(server) as on_wire, httpx.AsyncClient(base_url=f"http://127.0.0.1:{on_wire.port}") as client:
+        prompts = [[index, *range(40)] for index in range(16)]
+        running = [asyncio.ensure_future(client.post("/v1/completions", json={**body, "prompt": p})) for p in prompts]
+        while not all(task.done() for task in running):
+            start = time.perf_counter()
+            assert (await client.get("/health")).status_code == 200
+            seconds.append(time.perf_counter() - start)
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*running)
+    assert len(seconds) >= 20
+    assert sorted(seconds)[len(seconds) * 99 // 100 - 1] < 0.1

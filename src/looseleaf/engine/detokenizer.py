@@ -33,22 +33,30 @@ class TextPiece(NamedTuple):
 
 
 class Detokenizer:
-    """State of one sequence. Cost per token: little more than one `decode` call over at most some 30 tokens."""
+    """State of one sequence. Cost per token: little more than one `decode` call over at most some 30 tokens. Made
+    without the tokenizer, which others may hold: it is asked first when there is a token."""
 
-    __slots__ = ("_pending", "_tokenizer", "_window", "_window_text")
+    __slots__ = ("_is_begun", "_pending", "_tokenizer", "_window", "_window_text")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int]) -> None:
         """`prompt_tail`: the last tokens of the prompt, of which a few serve as the first window."""
         self._tokenizer = tokenizer
         self._pending: list[int] = []
         self._window: list[int] = [int(token) for token in prompt_tail[-_NUM_WINDOW_TOKENS:]]
-        self._window_text = tokenizer.decode(self._window) if self._window else ""
+        self._window_text = ""
+        self._is_begun = not self._window
+
+    def _begin(self) -> None:
+        self._is_begun = True
+        self._window_text = self._tokenizer.decode(self._window)
         if self._window_text.endswith(_PARTIAL):
             # The prompt ends inside a character; what follows must not be measured against half of it.
             self._window, self._window_text = [], ""
 
     def push(self, token_id: int) -> TextPiece | None:
         """Add a token; the piece that is whole now, or None while a character is open."""
+        if not self._is_begun:
+            self._begin()
         self._pending.append(token_id)
         text = self._tokenizer.decode(self._window + self._pending)
         if not text.endswith(_PARTIAL):

@@ -337,7 +337,8 @@ class Engine:
         """One new token of one request: append it, and finish or give out what it makes readable."""
         params = sequence.request.params
         sequence.append(token)
-        if sequence.num_output_tokens == 1:
+        num_output_tokens = sequence.num_output_tokens
+        if num_output_tokens == 1:
             self._observer.on_first_token(seconds=self._clock() - sequence.added_seconds)
         if token in self._info.eos_token_ids and not params.ignore_eos:
             self._finish(sequence, FinishReason.STOP, sequence.output.flush())
@@ -345,7 +346,7 @@ class Engine:
         given = sequence.output.push(token, logprobs)
         if given.is_stopped:
             self._finish(sequence, FinishReason.STOP, given)
-        elif sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self.max_model_tokens:
+        elif num_output_tokens >= params.max_tokens or sequence.num_tokens >= self.max_model_tokens:
             self._finish(sequence, FinishReason.LENGTH, given)
         elif given is not NOTHING:
             self._give(sequence, given)

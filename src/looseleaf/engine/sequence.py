@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NUM_PROMPT_TAIL_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class GivenOut:
+class GivenOut(NamedTuple):
     """What the text buffer gives out: tokens, their text and their log-probabilities (empty if not asked for)."""
 
     text: str = ""

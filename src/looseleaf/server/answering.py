@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from looseleaf.engine.request import GenerationRequest, Usage
@@ -26,7 +27,11 @@ from looseleaf.server.past_turns import ContinuedPrompt
 from looseleaf.server.request_pins import Outcome, PinRequest
 from looseleaf.server.schemas import GenerationBody
 
+Result = TypeVar("Result")
+
 PIN_HEADER = "x-looseleaf-pin"
+_MANY_TOKENS = 2048
+"""From so many tokens of prompts or answers on, requests and answers are made beside the event loop."""
 _SAMPLING_FIELDS = {
     "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos",
@@ -76,7 +81,8 @@ async def answer(
     Raises:
         LooseleafError: the engine refuses or fails a request.
     """
-    samples = _samples(body, answer_format.answer_id, prompts, max_tokens, placement, stops)
+    is_long = sum(map(len, prompts)) >= _MANY_TOKENS
+    samples = await _aside(is_long, _samples, body, answer_format.answer_id, prompts, max_tokens, placement, stops)
     pins = context.request_pins
     outcomes: list[Outcome] = []
     try:
@@ -106,13 +112,19 @@ async def answer(
                     context.past_turns.remember(given.request_id, continued, "".join(given.texts), given.token_ids)
 
     if body.stream:
-        events = _events(generation, answer_format, body.wants_usage_event)
+        events = _events(generation, answer_format, body.wants_usage_event, body.num_logprobs is not None)
         return EventStreamResponse(events, close, headers())
     try:
         results = await generation.collect(request.receive)
-        return JSONResponse(answer_format.answer(results), headers=headers())
+        is_long = body.num_logprobs is not None or sum(map(len, results)) >= _MANY_TOKENS
+        return await _aside(is_long, lambda: JSONResponse(answer_format.answer(results), headers=headers()))
     finally:
         close()
+
+
+async def _aside(is_long: bool, call: Callable[..., Result], *arguments: object) -> Result:
+    """The result of `call`, which a worker thread makes if it may take long: others are answered meanwhile."""
+    return await run_in_threadpool(call, *arguments) if is_long else call(*arguments)
 
 
 def session_of(body: GenerationBody, header: str | None) -> str | None:
@@ -178,7 +190,9 @@ def _wishes(
     return [PinRequest(tokens, ttl_seconds, labels, layers) for tokens, ttl_seconds in seconds.items()]
 
 
-async def _events(generation: Generation, answer_format: AnswerFormat, wants_usage: bool) -> AsyncGenerator[str, None]:
+async def _events(
+    generation: Generation, answer_format: AnswerFormat, wants_usage: bool, asks_tokenizer: bool
+) -> AsyncGenerator[str, None]:
     for opening in answer_format.opening():
         yield _event(opening)
     usages: dict[int, Usage] = {}
@@ -186,7 +200,7 @@ async def _events(generation: Generation, answer_format: AnswerFormat, wants_usa
         async with aclosing(generation.deltas()) as deltas:
             async for choice in deltas:
                 usages[choice.index] = choice.delta.usage
-                chunk = answer_format.chunk(choice)
+                chunk = await _aside(asks_tokenizer, answer_format.chunk, choice)
                 if chunk is not None:
                     yield _event(chunk)
         if wants_usage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -40,7 +41,8 @@ async def match_prompt(body: PromptBody, context: Context, caller: AnyCaller) ->
     `by_rung` splits `num_cached_tokens` by how they would be had; `num_blocks` of all layer groups would be held."""
     prompt = await placed_prompt(context, caller, body, render)
     place = prompt.placement
-    match = context.cache.match(prompt.tokens, namespace=place.namespace, layers=place.layers)
+    find = partial(context.cache.match, namespace=place.namespace, layers=place.layers)
+    match = await run_in_threadpool(find, prompt.tokens)
     return {
         "object": "cache.match",
         "num_prompt_tokens": match.num_prompt_tokens,
@@ -77,7 +79,8 @@ async def clear_cache(context: Context, caller: AdminCaller, body: ClearBody | N
     everything = body.cache_salt is None and caller.key_namespace is None
     namespace = None if everything else caller.namespace(body.cache_salt)
     context.past_turns.forget(namespace)
-    result = context.cache.clear(namespace=namespace, include_pins=body.include_pins)
+    clear = partial(context.cache.clear, namespace=namespace, include_pins=body.include_pins)
+    result = await run_in_threadpool(clear)  # of a large cache takes its time
     return {
         "object": "cache.clear",
         "num_cleared_tokens": result.num_cleared_tokens,

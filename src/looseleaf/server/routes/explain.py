@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from starlette.concurrency import run_in_threadpool
 
 from looseleaf.core.explain import Explanation
 from looseleaf.core.misses import MissSummary
@@ -45,7 +46,8 @@ async def explain_request(request_id: str, context: Context, caller: AnyCaller, 
     answer["diverged_text"] = _diverged_text(context, explanation)
     answer["drift"] = note.drift and note.drift.as_answer(shows_earlier=is_own or caller.may_know_of_others)
     if stored:
-        parts = [asdict(part) for part in context.cache.inspect(request_id=known) if caller.may_see(part.namespace)]
+        found = await run_in_threadpool(partial(context.cache.inspect, request_id=known))
+        parts = [asdict(part) for part in found if caller.may_see(part.namespace)]
         answer["stored"] = [
             {name: value for name, value in part.items() if name != "namespace" or caller.may_know(value)}
             for part in parts

@@ -43,7 +43,9 @@ async def create_completion(
     ]
     starts = [""] * (len(prompts) * body.num_choices)
     if body.echo:
-        texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in body.prompt]
+        texts = [
+            item if isinstance(item, str) else await run_in_threadpool(tokenizer.decode, item) for item in body.prompt
+        ]
         starts = [text for text in texts for _ in range(body.num_choices)]
     answer_id = body.request_id or request_id or f"cmpl-{uuid.uuid4().hex}"
     return await answer(
