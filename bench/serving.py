@@ -11,7 +11,8 @@ d  conversations of agents (JSON lines of `{"messages": [...]}`), 8 at a time, e
 Requests a to c are all there from the start; 16 run at once. In d a turn goes on from what the engine itself generated,
 and gives as many tokens as the recorded answer, from 8 to 64. Each side is a process of its own; all are there during
 the whole run, and take turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the most
-that all processes of a side have together, in proportion to who shares it (PSS), sampled while it serves.
+that all processes of a side have resident together, sampled while it serves (what they share counts for each; PSS would
+be fairer, but reading it stops the process for long).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def peak_memory(pid: int) -> Iterator[list[int]]:
 
     def sample() -> None:
         while not stop.wait(SAMPLE_SECONDS):
-            peak[0] = max(peak[0], sum(_pss_bytes(member) for member in _family(pid)))
+            peak[0] = max(peak[0], sum(_resident_bytes(member) for member in _family(pid)))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -108,10 +109,9 @@ def _family(pid: int) -> list[int]:
     return members
 
 
-def _pss_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
