@@ -2,8 +2,9 @@
 
     python bench/step_split.py [--output FILE] [--plot FILE.png] [--before FILE]
 
-Two batches that decode (16 and 32 requests, contexts of 1,024 tokens of which 768 are common), and a step that decodes
-16 and computes a cold prompt of 512 tokens beside them. Medians over steps. `--before` draws an earlier output beside.
+Two batches that decode (16 and 32 requests, contexts of 1,024 tokens of which three quarters are common), and a step
+that decodes 16 and computes a cold prompt of 512 tokens beside them. Medians over steps. `--before` draws an earlier
+output beside this one.
 
 schedule    plan and batch, with the cache's part of it        linears    modules with a matrix (attention's and MLPs'
 commit      what was written becomes shareable                            projections, the last one over the vocabulary)
@@ -47,7 +48,7 @@ from looseleaf.server.generation import ChoiceDelta
 from looseleaf.server.schemas import CompletionBody
 
 PARTS = ("schedule", "commit", "inputs", "attention", "linears", "other", "sampling", "text", "HTTP")
-CONTEXT_TOKENS, COMMON_TOKENS, CHUNK_TOKENS = 1024, 768, 512
+CHUNK_TOKENS = 512
 NUM_STEPS = 20
 
 
@@ -148,9 +149,9 @@ def http_seconds(stack: Stack, deltas: list[OutputDelta]) -> float:
 class Case:
     """One kind of step over one stack."""
 
-    def __init__(self, stack: Stack, num_rows: int, has_chunk: bool) -> None:
+    def __init__(self, stack: Stack, num_rows: int, context_tokens: int, has_chunk: bool) -> None:
         self._stack, self._engine = stack, stack.engine.engine
-        self._num_rows, self._has_chunk = num_rows, has_chunk
+        self._num_rows, self._context_tokens, self._has_chunk = num_rows, context_tokens, has_chunk
         self._rng = np.random.Generator(np.random.Philox(key=num_rows))
         self._num_chunks = 0
 
@@ -160,9 +161,10 @@ class Case:
 
     def measure(self, num_steps: int) -> dict[str, float]:
         """Medians in milliseconds of each part, of the step, and of the step without timing."""
-        common = self._tokens(COMMON_TOKENS)
+        num_common = self._context_tokens * 3 // 4
+        common = self._tokens(num_common)
         for number in range(self._num_rows):
-            own = self._tokens(CONTEXT_TOKENS - COMMON_TOKENS)
+            own = self._tokens(self._context_tokens - num_common)
             self._engine.add(request(f"r{number}", common + own, 10 * num_steps + 50))
         while self._engine.num_running < self._num_rows or self._engine.num_waiting:
             self._engine.step()
@@ -227,6 +229,7 @@ def main() -> int:
     parser.add_argument("--model", help="folder or hub id; the demo model without it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context-tokens", type=int, default=1024, help="of each row; three quarters are common")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG or SVG, by its ending")
@@ -241,8 +244,8 @@ def main() -> int:
         ("decode 32", 32, False),
         (f"decode 16 + {CHUNK_TOKENS} tokens", 16, True),
     ):
-        stack = build_stack(model, memory, EngineConfig(max_running_requests=64, share_in_flight=False))
-        figures[name] = Case(stack, num_rows, has_chunk).measure(arguments.steps)
+        stack = build_stack(model, memory, EngineConfig(max_running_requests=64))
+        figures[name] = Case(stack, num_rows, arguments.context_tokens, has_chunk).measure(arguments.steps)
         print(name, figures[name], file=sys.stderr, flush=True)
     model.close()
     text = json.dumps({"provenance": provenance(), "threads": arguments.threads, "milliseconds": figures}, indent=2)
