@@ -156,9 +156,9 @@ async def test_a_request_is_taken_while_the_tokenizer_is_busy(server, eventually
 
 
 async def test_health_is_quick_under_load(make_server, wire):
-    """With steps that compute for 20 ms, then work in Python for 10, and 16 streams at once, 99 of 100 health checks
-    are answered within the time of two steps."""
-    server = await make_server(num_pages=16, delay_seconds=0.02)
+    """With steps that compute for 300 ms, then work in Python for 10, and 16 streams at once, most health checks are
+    answered in a third of a step: they do not wait for its end. `bench/health_under_load.py` has percentiles."""
+    server = await make_server(num_pages=16, delay_seconds=0.3)
     execute = server.runner.execute
 
     def busy(batch):
@@ -168,7 +168,7 @@ async def test_health_is_quick_under_load(make_server, wire):
         return execute(batch)
 
     server.runner.execute = busy
-    body = {"max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {"max_tokens": 5, "temperature": 0, "stream": True, "ignore_eos": True}
     seconds = []
     async with wire(server) as on_wire, httpx.AsyncClient(base_url=f"http://127.0.0.1:{on_wire.port}") as client:
         prompts = [[index, *range(40)] for index in range(16)]
@@ -179,5 +179,5 @@ async def test_health_is_quick_under_load(make_server, wire):
             seconds.append(time.perf_counter() - start)
             await asyncio.sleep(0.005)
         await asyncio.gather(*running)
-    assert len(seconds) >= 20
-    assert sorted(seconds)[len(seconds) * 99 // 100 - 1] < 0.1
+    assert len(seconds) >= 10
+    assert sorted(seconds)[len(seconds) * 3 // 4] < 0.1
