@@ -1,39 +1,38 @@
-"""Cost of the core's bookkeeping, in microseconds: admission of a 2,048-token prompt, decode step of 256 sequences.
+"""CPU time of the core's bookkeeping beside vLLM's: admission of a prompt, decode step of 256 sequences.
 
-    python bench/bookkeeping.py [--cached-blocks 60000] [--repeats 5]
+    python bench/bookkeeping.py [--vllm-python PATH] [--policies adaptive,lru] [--rounds 5] [--output FILE]
 
-Prompts are lists of ints, half of each shared (20 prefixes of 1,024 tokens); the pool has 65,536 blocks of 16 tokens,
-`--cached-blocks` of them filled with other prompts at first. One admission is lease, reserve, commit and release; one
-decode step is `append_many` and `commit_many`. Prints JSON; medians over the repeats.
+One admission is lease, reserve, commit and release of a 2,048-token list of ints, half of it shared; one decode step is
+`append_many` and `commit_many`. Pools of 65,536 blocks of 16 tokens; after the first round they are full, and every
+new block evicts one. Both sides answer each round in turn, so that whatever else the machine does meets both;
+figures are medians over the rounds, ratios medians of each round's ratio. Without a Python that has vLLM, ours alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
+from bookkeeping_load import BLOCK_TOKENS, NUM_BLOCKS, NUM_STEPS, OUTPUT_TOKEN, admission_prompts, decode_prompts
 from looseleaf import CacheConfig, CacheManager, Lease
 from looseleaf.cli.machine import provenance
 
-NUM_BLOCKS = 65_536
-BLOCK_TOKENS = 16
+Figures: TypeAlias = dict[str, float]
+PEER = "vllm"
+NUM_WARM_UP = 2
+"""Rounds until every pool is full."""
 
 
-def filled(num_cached_blocks: int) -> CacheManager:
-    """A cache that holds `num_cached_blocks` blocks of prompts of 128 blocks each."""
-    cache = CacheManager(CacheConfig(num_pages=NUM_BLOCKS // 16, page_tokens=256, block_tokens=BLOCK_TOKENS))
-    rng = np.random.default_rng(0)
-    for _ in range(num_cached_blocks // 128):
-        serve(cache, rng.integers(0, 2**31 - 1, 2048, dtype=np.int32))
-    return cache
-
-
-def serve(cache: CacheManager, prompt: list[int] | np.ndarray) -> None:
+def serve(cache: CacheManager, prompt: list[int]) -> None:
     """One admission, from the prompt to a block table and back."""
     lease = cache.lease(prompt)
     lease.reserve(len(prompt))
@@ -41,52 +40,104 @@ def serve(cache: CacheManager, prompt: list[int] | np.ndarray) -> None:
     lease.release()
 
 
-def admission_us(cache: CacheManager, rng: random.Random) -> float:
-    """Mean microseconds of 600 admissions."""
-    prefixes = [[rng.randrange(32_000) for _ in range(1024)] for _ in range(20)]
-    prompts = [rng.choice(prefixes) + [rng.randrange(32_000) for _ in range(1024)] for _ in range(600)]
-    start = time.perf_counter()
+def measure(cache: CacheManager, number: int) -> Figures:
+    """The figures of one round."""
+    prompts = admission_prompts(number)
+    start = time.process_time()
     for prompt in prompts:
         serve(cache, prompt)
-    return (time.perf_counter() - start) / len(prompts) * 1e6
-
-
-def decode_us(cache: CacheManager, rng: random.Random) -> float:
-    """Mean microseconds of 100 decode steps of 256 sequences with 512-token prompts."""
+    admission = (time.process_time() - start) / len(prompts)
     leases: list[Lease] = []
-    for _ in range(256):
-        lease = cache.lease([rng.randrange(32_000) for _ in range(512)])
-        lease.reserve(512)
-        lease.commit(512)
+    for prompt in decode_prompts(number):
+        lease = cache.lease(prompt)
+        lease.reserve(len(prompt))
+        lease.commit(len(prompt))
         leases.append(lease)
-    tokens = np.full(256, 5, dtype=np.int32)
-    start = time.perf_counter()
-    for _ in range(100):
+    tokens = np.full(len(leases), OUTPUT_TOKEN, dtype=np.int32)
+    start = time.process_time()
+    for _ in range(NUM_STEPS):
         cache.append_many(leases, tokens)
         cache.commit_many(leases)
-    seconds = time.perf_counter() - start
+    step = (time.process_time() - start) / NUM_STEPS
     for lease in leases:
         lease.release()
-    return seconds / 100 * 1e6
+    return {"admission_us": admission * 1e6, "decode_step_us": step * 1e6}
+
+
+@contextmanager
+def peer(python: Path) -> Iterator[subprocess.Popen[str]]:
+    """vLLM's side in a process of its own, ready to answer."""
+    script = Path(__file__).with_name("bookkeeping_vllm.py")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([str(python), str(script)], text=True, **pipes) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def read_line(process: subprocess.Popen[str]) -> dict[str, float]:
+    """The next JSON line of the peer."""
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("{"):
+        if not line:
+            raise SystemExit("vLLM's side has ended: run bench/bookkeeping_vllm.py by hand to see why")
+    figures: dict[str, float] = json.loads(line)
+    return figures
+
+
+def ask(process: subprocess.Popen[str], number: int) -> Figures:
+    """The peer's figures of one round."""
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+    return read_line(process)
+
+
+def run(policies: list[str], rounds: int, process: subprocess.Popen[str] | None) -> dict[str, list[Figures]]:
+    """Figures of every side, round by round."""
+    size = {"num_pages": NUM_BLOCKS // 16, "page_tokens": 16 * BLOCK_TOKENS, "block_tokens": BLOCK_TOKENS}
+    caches = {policy: CacheManager(CacheConfig(policy=policy, **size)) for policy in policies}
+    seen: dict[str, list[Figures]] = {name: [] for name in (*caches, *([PEER] if process else []))}
+    for number in range(NUM_WARM_UP + rounds):
+        for name in seen:
+            figures = ask(process, number) if process and name == PEER else measure(caches[name], number)
+            if number >= NUM_WARM_UP:
+                seen[name].append(figures)
+                print(f"{name:9} {figures['admission_us']:9.1f} {figures['decode_step_us']:9.1f} us", flush=True)
+    return seen
+
+
+def summary(seen: dict[str, list[Figures]]) -> dict[str, dict[str, float]]:
+    """Medians, and how many times as fast as the peer."""
+    table: dict[str, dict[str, float]] = {}
+    for name, rounds in seen.items():
+        table[name] = {key: round(statistics.median(figures[key] for figures in rounds), 1) for key in rounds[0]}
+        if PEER in seen:
+            for key, ratio in (("admission_us", "admission_ratio"), ("decode_step_us", "decode_step_ratio")):
+                pairs = zip(rounds, seen[PEER], strict=True)
+                table[name][ratio] = round(statistics.median(theirs[key] / ours[key] for ours, theirs in pairs), 2)
+    return table
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cached-blocks", type=int, default=60_000)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vllm-python", type=Path)
+    parser.add_argument("--policies", default="adaptive,lru")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    cache = filled(arguments.cached_blocks)
-    rng = random.Random(0)
-    admissions = [admission_us(cache, rng) for _ in range(arguments.repeats)]
-    decodes = [decode_us(cache, rng) for _ in range(arguments.repeats)]
-    result = {
-        "provenance": provenance(),
-        "cached_blocks": arguments.cached_blocks,
-        "admission_us": round(statistics.median(admissions), 1),
-        "decode_step_us": round(statistics.median(decodes), 1),
-    }
-    print(json.dumps(result, indent=2))
+    policies = arguments.policies.split(",")
+    if arguments.vllm_python is None:
+        version, seen = None, run(policies, arguments.rounds, None)
+    else:
+        with peer(arguments.vllm_python) as process:
+            version = read_line(process)["version"]
+            seen = run(policies, arguments.rounds, process)
+    result = {"provenance": provenance(), "vllm": version, "table": summary(seen), "rounds": seen}
+    print(json.dumps(result["table"], indent=2))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from looseleaf.core.pages import PagePool
@@ -29,6 +31,7 @@ class BlockLedger:
         self.protected = np.zeros(num_blocks, dtype=np.bool_)
         self.num_active_blocks = 0
         self.num_cached_blocks = 0
+        self.num_protected_blocks = 0
         self.num_protected_idle_blocks = 0  # protected and CACHED
 
     @property
@@ -49,30 +52,42 @@ class BlockLedger:
         self.num_active_blocks += num_blocks
         return blocks
 
+    def take_one_each(self, lasts: Sequence[int], growths: Sequence[int | None]) -> Int32Array:
+        """FREE → ACTIVE: one block for each sequence that ends with block `lasts[i]` (-1: it has none) and is expected
+        to take `growths[i]` more, int32 [len(lasts)]. The caller has checked that they exist."""
+        blocks = self.pool.take_one_each(lasts, growths)
+        self.refs[blocks] = 1
+        self.num_active_blocks += len(blocks)
+        return blocks
+
     def hold(self, blocks: Int32Array) -> None:
         """One more holder for stored or held blocks; CACHED ones become ACTIVE."""
         counts = self.refs[blocks]
-        idle = counts == 0
-        num_woken = int(np.count_nonzero(idle))
+        num_woken = len(blocks) - int(np.count_nonzero(counts))
         if num_woken:
             self.num_active_blocks += num_woken
             self.num_cached_blocks -= num_woken
-            self.num_protected_idle_blocks -= int(np.count_nonzero(self.protected[blocks] & idle))
-        self.refs[blocks] = counts + 1
+            if self.num_protected_idle_blocks:
+                self.num_protected_idle_blocks -= int(np.count_nonzero(self.protected[blocks[counts == 0]]))
+        counts += 1
+        self.refs[blocks] = counts
 
     def drop(self, blocks: Int32Array) -> None:
         """One holder less; blocks without any become CACHED if they are stored, FREE if not."""
-        counts = self.refs[blocks] - 1
+        counts = self.refs[blocks]
+        counts -= 1
         self.refs[blocks] = counts
-        idle = blocks[counts == 0]
-        if len(idle) == 0:
+        num_idle = len(blocks) - int(np.count_nonzero(counts))
+        if num_idle == 0:
             return
+        idle = blocks if num_idle == len(blocks) else blocks[counts == 0]
         kept = self.stored[idle]
         num_kept = int(np.count_nonzero(kept))
-        self.num_active_blocks -= len(idle)
+        self.num_active_blocks -= num_idle
         self.num_cached_blocks += num_kept
-        self.num_protected_idle_blocks += int(np.count_nonzero(self.protected[idle]))
-        if num_kept < len(idle):
+        if self.num_protected_blocks:
+            self.num_protected_idle_blocks += int(np.count_nonzero(self.protected[idle]))
+        if num_kept < num_idle:
             self.pool.give_back(idle[~kept])
 
     def store(self, blocks: Int32Array) -> None:
@@ -82,6 +97,7 @@ class BlockLedger:
     def protect(self, blocks: Int32Array, protected: bool) -> None:
         """Note that a hard pin covers stored blocks from now on, or that none does any more."""
         changed = blocks[self.protected[blocks] != protected]
+        self.num_protected_blocks += len(changed) if protected else -len(changed)
         num_idle = int(np.count_nonzero(self.refs[changed] == 0))
         self.num_protected_idle_blocks += num_idle if protected else -num_idle
         self.protected[changed] = protected
@@ -90,7 +106,8 @@ class BlockLedger:
         """Note that unprotected blocks left the prefix tree; those without a holder become FREE. Returns how many
         did."""
         self.stored[blocks] = False
-        idle = blocks[self.refs[blocks] == 0]
+        refs = self.refs[blocks]
+        idle = blocks[refs == 0] if refs.any() else blocks
         self.num_cached_blocks -= len(idle)
         self.pool.give_back(idle)
         return len(idle)

@@ -15,6 +15,7 @@ from looseleaf.ids import Int64Array, Namespace
 
 _STEP = 0x9E3779B97F4A7C15  # odd, so that it can be divided by, modulo 2**64
 _MASK = 2**64 - 1
+_HALF, _MIX = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
 
 
 def root_key(namespace: Namespace) -> int:
@@ -41,6 +42,7 @@ class ChainKeys:
     def __init__(self, block_bytes: int) -> None:
         self._word = np.dtype(np.uint64 if block_bytes % 8 == 0 else np.uint32)
         self._block_words = block_bytes // self._word.itemsize
+        self._shift = self._word.type(29)
         raw = np.random.PCG64(0x10051EAF).random_raw(self._block_words)  # a stream that numpy promises not to change
         self._factors: npt.NDArray[np.uint64] = raw | np.uint64(1)
         self._powers = self._inverses = np.ones(1, dtype=np.uint64)
@@ -51,12 +53,13 @@ class ChainKeys:
         if count >= len(self._powers):
             self._grow(2 * count)
         packed = np.frombuffer(data, dtype=self._word, count=count * self._block_words)
-        words = packed >> self._word.type(29)
+        words = packed >> self._shift
         words ^= packed
         hashes = words.reshape(count, self._block_words).astype(np.uint64, copy=False) @ self._factors
-        hashes ^= hashes >> np.uint64(32)
-        hashes *= np.uint64(0xD6E8FEB86659FD93)
-        sums = np.cumsum(hashes * self._inverses[1 : count + 1], dtype=np.uint64)
+        hashes ^= hashes >> _HALF
+        hashes *= _MIX
+        hashes *= self._inverses[1 : count + 1]
+        sums = np.add.accumulate(hashes, out=hashes)
         sums += np.uint64(key & _MASK)
         sums *= self._powers[1 : count + 1]
         keys: Int64Array = sums.view(np.int64)

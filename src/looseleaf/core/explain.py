@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from looseleaf.core.forgotten import CLEARED, EXPENDED, OVER_QUOTA, ForgottenTable
+from looseleaf.core.forgotten import CLEARED, EXPENDED, OVER_QUOTA, ForgottenBlock
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES, unpack_tokens
 from looseleaf.core.tree import Node, PrefixTree
@@ -196,15 +196,15 @@ class Moment:
 
 def explain_lookup(
     tree: PrefixTree,
-    forgotten: ForgottenTable,
     node: Node,
     data: bytes,
     tenancy: Tenancy,
     cut: WindowCut | None,
+    lost: ForgottenBlock | None,
     now: Moment,
 ) -> Finding:
-    """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. Read-only. Of what other
-    namespaces store it tells no more than that they do.
+    """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. `lost`: what is remembered
+    of the next block. Read-only. Of what other namespaces store it tells no more than that they do.
 
     Evidence is weighed in this order: everything usable hit; too short to hit; a window was gone; the next block was
     stored and forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of
@@ -229,7 +229,6 @@ def explain_lookup(
     nearest = nearest_continuation(continuations, block)
     shared = num_cached + nearest.num_tokens
     found = Finding("never_seen", num_tokens, num_cached, shared, num_cached, now.at_seconds)
-    lost = forgotten.look_up(node, block, tenancy.borders)
     if lost is not None:
         found.reason = "cleared" if lost.cause == CLEARED else "evicted"
         found.why = {EXPENDED: SESSION_POLICY, OVER_QUOTA: QUOTA_POLICY}.get(lost.cause, now.policy)

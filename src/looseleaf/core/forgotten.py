@@ -23,7 +23,8 @@ EXPENDED = 3
 """Evicted before the policy's choice: its session had ended or replaced it."""
 OVER_QUOTA = 5
 """Evicted since its namespace stored more than its quota."""
-_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits of Python's hashes over the table
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits over the table
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,10 @@ class ForgottenTable:
         self._causes[places] = cause
         self.is_empty = False
 
-    def look_up(self, node: Node, block: bytes, borders: Sequence[Border] = ()) -> ForgottenBlock | None:
-        """What is remembered of `block` right behind the end of `node`'s run."""
-        if self.is_empty:
-            return None
-        key = self.keys_behind(node, block, borders)
-        if not len(key):
-            return None
-        place = int(self._places(key)[0])
-        if self._keys[place] != key[0] or not self._causes[place]:
+    def look_up(self, key: int) -> ForgottenBlock | None:
+        """What is remembered of the block with this chain key."""
+        place = (key * _MIX & _MASK) >> self._shift
+        if self._keys[place] != key or not self._causes[place]:
             return None
         return ForgottenBlock(float(self._times[place]), int(self._counts[place]), int(self._causes[place]))
 

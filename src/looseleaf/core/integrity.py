@@ -225,6 +225,8 @@ def _check_pins(store: BlockStore) -> None:
             blocks = node.blocks[is_hard, group.lanes]
             protected[blocks[blocks != ABSENT]] = True
     _require(bool((protected == store.ledger.protected).all()), "I8", "protected blocks are not those of hard pins")
+    num_protected, counted = int(protected.sum()), store.ledger.num_protected_blocks
+    _require(num_protected == counted, "I8", f"{num_protected} blocks are protected, counted {counted}")
     num_idle = int((protected & (store.ledger.refs == 0)).sum())
     counted_idle = store.ledger.num_protected_idle_blocks
     _require(num_idle == counted_idle, "I8", f"{num_idle} protected blocks are idle, counted {counted_idle}")

@@ -283,6 +283,30 @@ class Lease:
         self.num_blocks = len(blocks)
         self.views = None
 
+    @property
+    def grows_alone(self) -> bool:
+        """True if its stored run, which it made, can only become longer by its next blocks, and nobody else knows it
+        yet. One that may not be lengthened in place any more gets another run behind it when these are stored."""
+        node = self.node
+        return (
+            self.own_node
+            and self.stores
+            and not node.sealed
+            and not node.children
+            and node.layers is None
+            and not self.cuts
+            and not self.expected_ends
+        )
+
+    def add_block(self, block: int) -> None:
+        """Append one row to a table of one lane; amortised O(1)."""
+        if self.num_blocks == len(self.table):
+            self.add_blocks(np.array([[block]], dtype=np.int32))
+            return
+        self.table[self.num_blocks, 0] = block
+        self.num_blocks += 1
+        self.views = None
+
     def add_blocks(self, blocks: Int32Array) -> None:
         """Append rows to the table; amortised O(rows)."""
         needed = self.num_blocks + len(blocks)

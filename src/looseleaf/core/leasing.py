@@ -6,21 +6,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from looseleaf.core.config import GroupPlan
 from looseleaf.core.explain import Finding
-from looseleaf.core.gains import ReleaseGain, release_gain
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
 from looseleaf.core.lease_table import LeaseTable, present, read_only
 from looseleaf.core.lookup import Query, look_up
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
-from looseleaf.core.tokens import TOKEN_BYTES, Tokens, check_count, pack_one_each, pack_tokens, unpack_tokens
+from looseleaf.core.tokens import TOKEN_BYTES, Tokens, check_count, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
 from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, RequestError, TruncateBelowCommitted
-from looseleaf.ids import Int32Array, Int64Array, Namespace, RequestId
+from looseleaf.ids import Int32Array, Namespace, RequestId
 
 
 class LeaseDesk:
@@ -37,7 +35,8 @@ class LeaseDesk:
         self._block_tokens = store.plan.block_tokens
         self._block_bytes = store.tree.block_bytes
         self._num_lanes = store.plan.num_lanes
-        self._num_opened = self._num_requests = 0
+        self._num_opened = self._num_requests = self.num_closed = 0
+        self._unsettled: dict[Lease, None] = {}
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
@@ -56,6 +55,7 @@ class LeaseDesk:
         data = pack_tokens(prompt)
         tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
         with self._lock:
+            self.settle()
             self._store.expire_pins()
             request_id = self._claim(request_id)
             num_tokens = len(data) // TOKEN_BYTES
@@ -80,10 +80,11 @@ class LeaseDesk:
         """See `Lease.fork`."""
         with self._lock:
             self._check_open(parent, "fork")
+            self.settle()
             request_id = self._claim(request_id)
             num_committed = int(self.rows.num_committed[parent.row])
             num_full, num_tail = divmod(num_committed, self._block_tokens)
-            if num_tail and not self._make_room([parent], [1]):
+            if num_tail and not self.make_room([parent], [1]):
                 raise self._store.out_of_blocks(self._num_lanes)
             shared = parent.table[:num_full].copy()
             num_tokens = int(self.rows.num_tokens[parent.row])
@@ -105,10 +106,10 @@ class LeaseDesk:
             child.num_cached_tokens = num_full * self._block_tokens
             child.expected_tokens = parent.expected_tokens
             if num_tail:
-                self._take(child, 1)
+                self.take(child, 1)
                 tail, own = parent.table[num_full].tolist(), child.table[num_full].tolist()
                 child.copies = list(zip(tail, own, strict=True))
-            self._sync(child, num_reserved=num_committed)
+            self.sync(child, num_reserved=num_committed)
             self.rows.num_committed[child.row] = num_committed
             return child
 
@@ -142,7 +143,7 @@ class LeaseDesk:
         rest = unpack_tokens(data[num_head:])
         self.rows.tail[row, : len(rest)] = rest
         self.rows.num_tokens[row] = num_tokens
-        self._sync(lease, num_reserved=0)
+        self.sync(lease, num_reserved=0)
         lease.num_prompt_tokens = num_tokens
         self.live[request_id] = lease
         return lease
@@ -151,6 +152,7 @@ class LeaseDesk:
         """See `Lease.release`."""
         with self._lock:
             self._check_open(lease, "release")
+            self.settle_one(lease)
             num_committed = int(self.rows.num_committed[lease.row])
             finished = FinishedRequest(
                 lease.tenancy, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.finding
@@ -165,6 +167,7 @@ class LeaseDesk:
                 end = lease.node.nearest_alive()
                 self._store.sessions.end(lease.number, end, self._known_tokens(lease), self._clock())
             lease.is_open = False
+            self.num_closed += 1
             self._store.usage.add_blocks(lease.namespace, private=-lease.num_counted_blocks)
             self.rows.close(lease.row)
             del self.live[lease.request_id]
@@ -189,7 +192,7 @@ class LeaseDesk:
             lease.set_table(new_id[lease.table[: lease.num_blocks]])
             known = [pair for pair in lease.copies if max(pair) < len(new_id) - 1]  # others were done long ago
             lease.copies = [(int(new_id[source]), int(new_id[target])) for source, target in known]
-            self._sync(lease)
+            self.sync(lease)
 
     # --- one lease ------------------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class LeaseDesk:
         num_tokens = check_count(num_tokens, "reserve")
         with self._lock:
             if not self.try_reserve(lease, num_tokens):
-                raise self._store.out_of_blocks((self._blocks_for(num_tokens) - lease.num_blocks) * self._num_lanes)
+                raise self._store.out_of_blocks((self.blocks_for(num_tokens) - lease.num_blocks) * self._num_lanes)
 
     def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `Lease.try_reserve`."""
@@ -207,12 +210,12 @@ class LeaseDesk:
             self._check_open(lease, "reserve")
             if num_tokens <= self.rows.num_reserved[lease.row]:
                 return True
-            missing = self._blocks_for(num_tokens) - lease.num_blocks
+            missing = self.blocks_for(num_tokens) - lease.num_blocks
             if missing > 0:
-                if not self._make_room([lease], [missing]):
+                if not self.make_room([lease], [missing]):
                     return False
-                self._take(lease, missing)
-            self._sync(lease, num_reserved=num_tokens)
+                self.take(lease, missing)
+            self.sync(lease, num_reserved=num_tokens)
             return True
 
     def append(self, lease: Lease, tokens: Tokens) -> None:
@@ -232,9 +235,10 @@ class LeaseDesk:
             self._check_open(lease, "commit")
             rows, row = self.rows, lease.row
             if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
-                raise self._beyond(row, num_tokens)
+                raise self.beyond(row, num_tokens)
             if num_tokens > rows.num_committed[row]:
-                self._commit_to(lease, int(rows.num_committed[row]), num_tokens, is_padded)
+                self.settle_one(lease)
+                self.commit_to(lease, int(rows.num_committed[row]), num_tokens, is_padded)
                 rows.num_committed[row] = num_tokens
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
@@ -252,93 +256,37 @@ class LeaseDesk:
                 del lease.head[num_head:]
                 self._set_tail(lease, data[: num_tokens % self._block_tokens * TOKEN_BYTES])
             if num_tokens < rows.num_reserved[row]:
-                keep = self._blocks_for(num_tokens)
+                keep = self.blocks_for(num_tokens)
                 self._store.ledger.drop(lease.table[keep : lease.num_blocks].ravel())
                 lease.set_table(lease.table[:keep].copy())
-                self._sync(lease, num_reserved=num_tokens)
+                self.sync(lease, num_reserved=num_tokens)
 
-    # --- many leases ----------------------------------------------------------------------------------------------
+    # --- what is stored later -------------------------------------------------------------------------------------
 
-    def append_many(self, leases: Sequence[Lease], token_ids: npt.ArrayLike) -> Int64Array:
-        """See `CacheManager.append_many`."""
-        packed = pack_one_each(token_ids, len(leases))
-        if len(leases) == 0:
-            return np.empty(0, dtype=np.int64)
-        with self._lock:
-            rows = self._rows_of(leases, "append_many")
-            table = self.rows
-            blocks = table.next_block[rows, 0]
-            if (blocks < 0).any():
-                self._grow_many([leases[i] for i in np.flatnonzero(blocks < 0).tolist()])
-                blocks = table.next_block[rows, 0]
-            positions = table.num_tokens[rows]
-            offsets = positions & (self._block_tokens - 1)
-            table.tail[rows, offsets] = packed
-            table.num_tokens[rows] = positions + 1
-            table.num_reserved[rows] = np.maximum(table.num_reserved[rows], positions + 1)
-            for i in np.flatnonzero(offsets == self._block_tokens - 1).tolist():
-                lease = leases[i]
-                lease.head += table.tail[lease.row].tobytes()
-                self._sync(lease)
-            slots: Int64Array = blocks * self._block_tokens + offsets
-            return slots
+    def store_later(self, lease: Lease) -> None:
+        """Leave what the lease has committed since its run was stored for `settle`."""
+        self._unsettled[lease] = None
 
-    def slots_many(self, leases: Sequence[Lease]) -> Int64Array:
-        """See `CacheManager.slots_many`."""
-        with self._lock:
-            rows = self._rows_of(leases, "slots_many")
-            positions = self.rows.num_tokens[rows] - 1
-            offsets = positions & (self._block_tokens - 1)
-            blocks = self.rows.next_block[rows]
-            for i in np.flatnonzero(offsets == self._block_tokens - 1).tolist():  # the next token begins a block
-                blocks[i] = leases[i].table[int(positions[i]) // self._block_tokens]
-            slots: Int64Array = blocks * self._block_tokens + offsets[:, None]
-            by_lane: Int64Array = np.ascontiguousarray(slots.T)
-            return by_lane
+    def settle(self) -> None:
+        """Store what `commit_many` has left for later: what lengthens runs of which nobody but their lease knows.
+        Whoever reads the tree, or what is counted of it, calls this first. O(leases that decoded since)."""
+        while self._unsettled:
+            self.settle_one(next(reversed(self._unsettled)))
 
-    def commit_many(self, leases: Sequence[Lease]) -> None:
-        """See `CacheManager.commit_many`."""
-        if len(leases) == 0:
-            return
-        with self._lock:
-            rows = self._rows_of(leases, "commit_many")
-            table = self.rows
-            after = table.num_tokens[rows]
-            beyond = np.flatnonzero(after > table.num_reserved[rows])
-            if len(beyond):
-                row = int(rows[beyond[0]])
-                raise self._beyond(row, int(table.num_tokens[row]))
-            before = table.num_committed[rows]
-            for i in np.flatnonzero(after // self._block_tokens > before // self._block_tokens).tolist():
-                self._commit_to(leases[i], int(before[i]), int(after[i]))
-            table.num_committed[rows] = after
+    def settle_one(self, lease: Lease) -> None:
+        """Store what was left for later of one lease."""
+        if lease in self._unsettled:
+            del self._unsettled[lease]
+            num_committed = int(self.rows.num_committed[lease.row])
+            self._store_rows(lease, lease.node.end, num_committed // self._block_tokens, False)
+            lease.views = None
 
-    def _grow_many(self, leases: list[Lease]) -> None:
-        """Room for the next token of each lease: all or nothing."""
-        missing = [self._blocks_for(int(self.rows.num_tokens[lease.row]) + 1) - lease.num_blocks for lease in leases]
-        if not self._make_room(leases, missing):
-            raise self._store.out_of_blocks(sum(missing) * self._num_lanes)
-        for lease, count in zip(leases, missing, strict=True):
-            self._take(lease, count)
-            self._sync(lease, num_reserved=int(self.rows.num_tokens[lease.row]) + 1)
-
-    def _make_room(self, leases: Sequence[Lease], num_rows: Sequence[int]) -> bool:
+    def make_room(self, leases: Sequence[Lease], num_rows: Sequence[int]) -> bool:
         """Have free what each of these leases is about to take, so many blocks in each lane; False if that can't be."""
         wanted: dict[Namespace, int] = {}
         for lease, count in zip(leases, num_rows, strict=True):
             wanted[lease.namespace] = wanted.get(lease.namespace, 0) + count * self._num_lanes
         return self._store.make_room(sum(wanted.values()), wanted)
-
-    def _rows_of(self, leases: Sequence[Lease], call: str) -> Int64Array:
-        for lease in leases:
-            if not lease.is_open:
-                raise LeaseClosed(lease.request_id, call)
-            if lease.desk is not self:
-                raise RequestError(f"{call} names a lease of another manager: request {lease.request_id!r}")
-        rows = np.fromiter((lease.row for lease in leases), dtype=np.int64, count=len(leases))
-        if self.rows.has_duplicates(rows):
-            raise RequestError(f"{call} names a lease twice", "each lease takes one token per call")
-        return rows
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -357,15 +305,6 @@ class LeaseDesk:
                 for group, first in zip(self._store.plan.groups, lease.first_rows, strict=True)
             )
         return lease.views
-
-    def release_gains(self, leases: Sequence[Lease]) -> list[ReleaseGain]:
-        """See `CacheManager.release_gains`."""
-        with self._lock:
-            self._rows_of(leases, "release_gains")
-            self._store.expire_pins()
-            ledger, size = self._store.ledger, self._block_tokens
-            known = [(lease.table[: lease.num_blocks], int(self.rows.num_committed[lease.row])) for lease in leases]
-            return [release_gain(ledger, table, num_committed, size) for table, num_committed in known]
 
     def token_ids(self, lease: Lease) -> Int32Array:
         """See `Lease.token_ids`."""
@@ -389,7 +328,7 @@ class LeaseDesk:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _commit_to(self, lease: Lease, before_tokens: int, after_tokens: int, is_padded: bool = False) -> None:
+    def commit_to(self, lease: Lease, before_tokens: int, after_tokens: int, is_padded: bool = False) -> None:
         """Store the blocks that became full between two committed lengths."""
         first, last = before_tokens // self._block_tokens, after_tokens // self._block_tokens
         if last == first:
@@ -408,7 +347,7 @@ class LeaseDesk:
             if group.slides:
                 self._slide(lease, number, group, last)
         lease.views = None
-        self._sync(lease)
+        self.sync(lease)
 
     def _store_rows(self, lease: Lease, first: int, last: int, is_padded: bool) -> None:
         """Store the logical blocks `first` to `last` (exclusive) of a lease."""
@@ -440,12 +379,12 @@ class LeaseDesk:
             out[:] = ABSENT
             lease.first_rows[number] = needed
 
-    def _take(self, lease: Lease, num_rows: int) -> None:
+    def take(self, lease: Lease, num_rows: int) -> None:
         """Give a lease `num_rows` more blocks in each lane, near those that it has and with room to grow."""
         take, table, num_blocks = self._store.ledger.take, lease.table, lease.num_blocks
         growth = None
         if lease.expected_tokens is not None:
-            growth = max(0, self._blocks_for(lease.expected_tokens) - num_blocks - num_rows)
+            growth = max(0, self.blocks_for(lease.expected_tokens) - num_blocks - num_rows)
         last = table[num_blocks - 1].tolist() if num_blocks else [ABSENT] * self._num_lanes
         lanes = [take(num_rows, None if after == ABSENT else after, growth) for after in last]
         lease.add_blocks(lanes[0][:, None] if len(lanes) == 1 else np.stack(lanes, axis=1))
@@ -455,7 +394,7 @@ class LeaseDesk:
         rest = unpack_tokens(data)
         self.rows.tail[lease.row, : len(rest)] = rest
         self.rows.num_tokens[lease.row] = len(lease.head) // TOKEN_BYTES + len(rest)
-        self._sync(lease)
+        self.sync(lease)
 
     def _tail(self, lease: Lease) -> bytes:
         num_tail = int(self.rows.num_tokens[lease.row]) & (self._block_tokens - 1)
@@ -464,7 +403,7 @@ class LeaseDesk:
     def _known_tokens(self, lease: Lease) -> bytes:
         return bytes(lease.head) + self._tail(lease)
 
-    def _sync(self, lease: Lease, num_reserved: int | None = None) -> None:
+    def sync(self, lease: Lease, num_reserved: int | None = None) -> None:
         """Bring the row's derived figures in line with the lease's table and tokens."""
         rows, row = self.rows, lease.row
         if num_reserved is not None:
@@ -474,16 +413,37 @@ class LeaseDesk:
         index = int(rows.num_tokens[row]) // self._block_tokens
         rows.next_block[row] = lease.table[index] if index < lease.num_blocks else ABSENT
 
-    def _beyond(self, row: int, asked_tokens: int) -> CommitBeyondReserved:
+    def beyond(self, row: int, asked_tokens: int) -> CommitBeyondReserved:
+        """The error for a commit of more than a lease has."""
         rows = self.rows
         return CommitBeyondReserved(
             asked_tokens, int(rows.num_tokens[row]), int(rows.num_reserved[row]), int(rows.num_committed[row])
         )
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks, in one lane, that so many tokens take."""
         return -(-num_tokens // self._block_tokens)
 
     @staticmethod
     def _check_open(lease: Lease, call: str) -> None:
         if not lease.is_open:
             raise LeaseClosed(lease.request_id, call)
+
+
+class SettledLock:
+    """The manager's lock for whoever reads the tree: taken, everything that was left for later is stored."""
+
+    def __init__(self, lock: threading.RLock, desk: LeaseDesk) -> None:
+        self._lock = lock
+        self._desk = desk
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._desk.settle()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

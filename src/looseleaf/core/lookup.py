@@ -29,16 +29,19 @@ class Query:
     earlier: Finding | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Missing:
-    """The blocks behind what was found. `keys`: their chain keys, int64 [n], None where nobody asked for them. `cuts`:
-    the logical blocks at which another run begins when they are stored."""
+    """The whole blocks behind what was found. `keys`: their chain keys, int64 [n], None where nobody asked for them.
+    `cuts`: the logical blocks at which another run begins when they are stored."""
 
     keys: Int64Array | None = None
     cuts: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+NOTHING_MISSING = Missing()
+
+
+@dataclass(slots=True)
 class Found:
     """What a look-up holds: the last `node` and the block `table` of its path. `missing` is what lies behind it,
     `finding` says why (of a request that comes back: why at first)."""
@@ -57,21 +60,27 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
         finding = Finding("skipped", num_tokens, at_seconds=now, session=query.session)
         if query.is_counted:
             store.misses.record(query.tenancy.namespace, finding)
-        return Found(root, store.tree.no_blocks.copy(), finding, Missing())
+        return Found(root, store.tree.no_blocks, finding, NOTHING_MISSING)
     if query.session is not None:
         num_prompt_tokens = num_tokens if query.earlier is None else query.earlier.num_prompt_tokens
         is_first = query.is_counted
         store.sessions.begin(query.session, query.tenancy.namespace, query.request, num_prompt_tokens, is_first, now)
     num_usable = (num_tokens - 1) // store.plan.block_tokens
     found = store.find(root, data, num_usable, query.tenancy.borders)
-    used_at = [step.last_used_at for step in found.match.node.path()]
+    used_at = [] if store.auto_pins is None else [step.last_used_at for step in found.match.node.path()]
     node, table = store.hold(found.match, query.request)
     cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
+    keys = _keys_of_missing(store, query, node)
+    lost = None if keys is None or node.end == num_usable else store.forgotten.look_up(int(keys[0]))
     moment = Moment(now, store.pressure.num_evicted_blocks, store.victims.policy.name)
-    finding = explain_lookup(store.tree, store.forgotten, node, data, query.tenancy, cut, moment)
+    finding = explain_lookup(store.tree, node, data, query.tenancy, cut, lost, moment)
     finding.session = query.session
     _tell_pins(store, query, root, node, finding)
-    missing = _tell_others(store, query, node, used_at, found.num_known_blocks, finding)
+    missing = NOTHING_MISSING
+    if keys is not None:
+        usable = keys[: num_usable - node.end]
+        cuts = _tell_others(store, query, node, usable, used_at, found.num_known_blocks, finding)
+        missing = Missing(keys, [node.end + number for number in cuts])
     if query.session is not None and query.is_counted:
         store.sessions.supersede(query.request, node, data)
     if query.is_counted:
@@ -104,20 +113,28 @@ def _tell_pins(store: BlockStore, query: Query, root: Node, node: Node, finding:
     finding.num_pinned_tokens = num_pinned * store.plan.block_tokens
 
 
+def _keys_of_missing(store: BlockStore, query: Query, node: Node) -> Int64Array | None:
+    """Chain keys of the prompt's whole blocks behind `node`, if anybody has a use for them before they are stored."""
+    if not store.victims.policy.uses_keys and store.forgotten.is_empty and store.auto_pins is None:
+        return None
+    return store.forgotten.keys_behind(node, query.data[node.end * store.tree.block_bytes :], query.tenancy.borders)
+
+
 def _tell_others(
-    store: BlockStore, query: Query, node: Node, used_at: list[float], num_known_blocks: int, finding: Finding
-) -> Missing:
-    """What is missing is told to the policy, to pins that cost it, and to automatic pinning."""
-    uses_keys = store.victims.policy.uses_keys
-    if not (uses_keys or finding.reason in ("evicted", "cleared") or store.auto_pins is not None):
-        return Missing()
-    block_tokens, block_bytes = store.plan.block_tokens, store.tree.block_bytes
-    num_usable = (finding.num_prompt_tokens - 1) // block_tokens
-    rest = query.data[node.end * block_bytes : num_usable * block_bytes]
-    keys = store.forgotten.keys_behind(node, rest, query.tenancy.borders)
+    store: BlockStore,
+    query: Query,
+    node: Node,
+    keys: Int64Array,
+    used_at: list[float],
+    num_known_blocks: int,
+    finding: Finding,
+) -> Sequence[int]:
+    """What is missing, by the chain keys of the blocks that could have hit, is told to the policy, to pins that cost
+    it, and to automatic pinning. At which of them the policy wants another run to begin."""
     cuts: Sequence[int] = ()
-    if uses_keys:
+    if store.victims.policy.uses_keys:
         cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request), query.tenancy, node.end)
+    block_tokens = store.plan.block_tokens
     if finding.reason == "cleared":
         finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens
     auto_pins = store.auto_pins if query.is_counted else None
@@ -132,4 +149,4 @@ def _tell_others(
             auto_pins.on_lookup(
                 LookUp(query.tenancy, query.data, path, ends, used_at, keys, run, num_known_blocks, now)
             )
-    return Missing(keys, [node.end + number for number in cuts])
+    return cuts

@@ -20,7 +20,8 @@ from looseleaf.core.history import History
 from looseleaf.core.inspection import StoredPart, stored_parts
 from looseleaf.core.integrity import check_integrity
 from looseleaf.core.lease import Lease
-from looseleaf.core.leasing import LeaseDesk
+from looseleaf.core.leasing import LeaseDesk, SettledLock
+from looseleaf.core.many_leases import ManyLeases
 from looseleaf.core.misses import MissSummary
 from looseleaf.core.moving import CompactionResult, ResizeResult, compact, resize
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
@@ -59,6 +60,8 @@ class CacheManager:
         max_tokens = 4 * self.plan.num_blocks * self.plan.block_tokens
         self._history = History(config.num_known_requests, max_tokens)
         self._desk = LeaseDesk(self._store, self._history, clock, self._lock)
+        self._many = ManyLeases(self._desk, self._store, self._lock)
+        self._settled = SettledLock(self._lock, self._desk)
         self._pins = PinDesk(self._store, self._desk, self._history, clock)
         if config.auto_pin is not None:
             self.set_auto_pin(config.auto_pin)
@@ -75,7 +78,7 @@ class CacheManager:
         data = pack_tokens(prompt)
         num_prompt = len(data) // TOKEN_BYTES
         tenancy = Tenancy.of(namespace, layers, num_prompt, self.plan.block_tokens)
-        with self._lock:
+        with self._settled:
             root = self._store.tree.roots.get(tenancy.root)
             num_rows = 0
             if root is not None:
@@ -128,7 +131,7 @@ class CacheManager:
             LeaseClosed, InvalidTokens, RequestError: a released lease, a bad token, a lease named twice; nothing has
             changed.
         """
-        return self._desk.append_many(leases, token_ids)
+        return self._many.append_many(leases, token_ids)
 
     def slots_many(self, leases: Sequence[Lease]) -> Int64Array:
         """The slot of each lease's newest known token, which has room, in every lane: int64 [num_lanes, num_leases].
@@ -136,7 +139,7 @@ class CacheManager:
         Raises:
             LeaseClosed, RequestError: a released lease, a lease named twice.
         """
-        return self._desk.slots_many(leases)
+        return self._many.slots_many(leases)
 
     def release_gains(self, leases: Sequence[Lease]) -> list[ReleaseGain]:
         """What releasing each lease alone would make available, and what would be lost by it. Read-only.
@@ -144,7 +147,7 @@ class CacheManager:
         Raises:
             LeaseClosed, RequestError: a released lease, a lease named twice.
         """
-        return self._desk.release_gains(leases)
+        return self._many.release_gains(leases)
 
     def commit_many(self, leases: Sequence[Lease]) -> None:
         """Declare all known tokens of each lease written. All or nothing.
@@ -153,7 +156,7 @@ class CacheManager:
             CommitBeyondReserved: a lease knows more tokens than it has room for.
             LeaseClosed, RequestError: a released lease, a lease named twice.
         """
-        self._desk.commit_many(leases)
+        self._many.commit_many(leases)
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -164,13 +167,13 @@ class CacheManager:
         Raises:
             UnknownSession: none of the sessions of this namespace that are remembered, at most 10,000 in all.
         """
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             return self._store.sessions.end_session(session, namespace)
 
     def sessions(self) -> list[Session]:
         """The sessions that are remembered, longest unused first. O(stored runs that are one session's alone)."""
-        with self._lock:
+        with self._settled:
             return self._store.sessions.sessions(self._clock())
 
     # --- pins -----------------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class CacheManager:
         wish = PinWish(
             cache_type, owner, labels, level, priority, ttl_seconds, max_ttl_seconds, refresh, partial, part, last_token
         )
-        with self._lock:
+        with self._settled:
             return self._pins.pin(tokens, request_id, namespace, layers, wish)
 
     def unpin(self, pin_id: str | None = None, *, request_id: RequestId | None = None, cache_type: str = "kv") -> Pin:
@@ -229,12 +232,12 @@ class CacheManager:
             UnknownPin: there is no such live pin; nothing has changed.
             RequestError: neither or both of `pin_id` and `request_id` are given.
         """
-        with self._lock:
+        with self._settled:
             return self._pins.unpin(pin_id, request_id, cache_type)
 
     def unpin_all(self, *, owner: str, namespace: Namespace | None = None) -> list[Pin]:
         """Undo all pins of an owner, in one namespace or in all (None). Their last snapshots, oldest first."""
-        with self._lock:
+        with self._settled:
             return self._pins.unpin_all(owner, namespace)
 
     def set_pin_quota(self, share: float, namespace: Namespace | None = None) -> None:
@@ -245,7 +248,7 @@ class CacheManager:
             PinQuotaExceeded: hard pins hold more than that; nothing has changed.
         """
         check_share("share", share)
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             if namespace is None:
                 config = replace(self.config, pin_quota=share)
@@ -262,7 +265,7 @@ class CacheManager:
         Raises:
             ConfigError: no `AutoPinConfig`.
         """
-        with self._lock:
+        with self._settled:
             self.config, pinner = replace(self.config, auto_pin=config), self._store.auto_pins
             if config is None:
                 if pinner is not None:
@@ -284,29 +287,29 @@ class CacheManager:
 
     def auto_pin_report(self) -> AutoPinReport:
         """What automatic pinning does, would do (dry run), and has done. O(prefixes that it knows), at most 16,384."""
-        with self._lock:
+        with self._settled:
             pinner = self._store.auto_pins
             return NOTHING if pinner is None else pinner.report(self._clock())
 
     def pins(self) -> list[Pin]:
         """Snapshots of all live pins, oldest first."""
-        with self._lock:
+        with self._settled:
             return self._pins.pins()
 
     def find_pin(self, pin_id: str) -> Pin | None:
         """A snapshot of one live pin, None if there is none of that id. O(1)."""
-        with self._lock:
+        with self._settled:
             return self._pins.find(pin_id)
 
     def pinned_blocks_of(self, namespace: Namespace) -> int:
         """Blocks that the pins of one namespace hold, each counted once."""
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             return self._store.pins.marks.taken_blocks(namespace)
 
     def past_pins(self) -> list[PastPin]:
         """The last pins that ended or were refused, oldest first: at most 256."""
-        with self._lock:
+        with self._settled:
             return self._pins.past_pins()
 
     # --- upkeep and answers ---------------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """The figures of this moment."""
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             return collect_stats(self._store, self._desk, self.config.page_tokens)
 
@@ -338,7 +341,7 @@ class CacheManager:
         Tenants and namespaces without a block are remembered as long as they are not more than 1,024; a last entry with
         the namespace None sums up all others. O(namespaces + nodes that leases hold).
         """
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             return collect_usage(self._store, self._desk)
 
@@ -349,7 +352,7 @@ class CacheManager:
         Raises:
             ConfigError: not a share from 0 to 1, or a namespace that counts to a tenant; nothing has changed.
         """
-        with self._lock:
+        with self._settled:
             quotas = {**self.config.namespace_quotas, namespace: share}
             config = replace(self.config, namespace_quotas=quotas)
             self._store.set_plan(CachePlan.of(config))
@@ -359,7 +362,7 @@ class CacheManager:
 
     def fragmentation(self) -> Fragmentation:
         """How the memory is cut up at this moment. O(blocks): for dashboards, not for every step."""
-        with self._lock:
+        with self._settled:
             return measure_fragmentation(self._store, self._desk)
 
     def room(self) -> Room:
@@ -388,7 +391,7 @@ class CacheManager:
             ResizeRefused: running requests or hard pins need more; nothing has changed.
         """
         self._check_mover(by)
-        with self._lock:
+        with self._settled:
             replace(self.config, num_pages=num_pages, reserve_pages=0)  # refuses what is no number of pages
             config = replace(self.config, num_pages=num_pages, reserve_pages=self._reserve_pages(num_pages))
             self._store.expire_pins()
@@ -415,7 +418,7 @@ class CacheManager:
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 0:
             raise RequestError(f"compact({num_pages!r}): a number of pages is an integer >= 0")
         self._check_mover(by)
-        with self._lock:
+        with self._settled:
             return compact(self._store, self._desk, num_pages)
 
     def explain(self, request_id: RequestId) -> Explanation:
@@ -424,7 +427,7 @@ class CacheManager:
         Raises:
             UnknownRequest: no live or remembered request has this id.
         """
-        with self._lock:
+        with self._settled:
             lease = self._desk.live.get(request_id)
             if lease is not None:
                 return lease.explanation
@@ -447,7 +450,7 @@ class CacheManager:
         """
         if (prompt is None) == (request_id is None):
             raise RequestError("inspect needs a prompt or a request_id, one of both")
-        with self._lock:
+        with self._settled:
             if request_id is not None:
                 tenancy, data, _ = self._pins.committed_by(request_id, "all")
             elif prompt is not None:
@@ -458,7 +461,7 @@ class CacheManager:
     def miss_summary(self, since_seconds: float | None = None, namespace: Namespace | None = None) -> MissSummary:
         """Where misses came from: tokens and requests by reason, over all look-ups or those of the last so many seconds
         (whole minutes, hours when it is long), of all namespaces or one. Without arguments its sums are `stats()`'s."""
-        with self._lock:
+        with self._settled:
             return self._store.misses.summary(since_seconds, namespace, self._clock())
 
     def clear(self, namespace: Namespace | None = None, *, include_pins: bool = False) -> ClearResult:
@@ -468,7 +471,7 @@ class CacheManager:
         matched again, freed when they end; so nothing old survives a change of weights. Pins are spared unless
         `include_pins`, which undoes them first.
         """
-        with self._lock:
+        with self._settled:
             self._store.expire_pins()
             pins = self._store.pins
             if include_pins:
@@ -485,5 +488,5 @@ class CacheManager:
         Raises:
             IntegrityError: the first one that does not hold ("I3: …"); a bug in looseleaf.
         """
-        with self._lock:
+        with self._settled:
             check_integrity(self._store, self._desk)

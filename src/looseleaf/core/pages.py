@@ -25,6 +25,7 @@ class PagePool:
     def __init__(self, num_pages: int, blocks_per_page: int) -> None:
         self.blocks_per_page = blocks_per_page
         self.full_mask = (1 << blocks_per_page) - 1
+        self._bits = np.left_shift(np.uint64(1), np.arange(blocks_per_page, dtype=np.uint64))
         self._set_up(num_pages, [0] * num_pages)
 
     def _set_up(self, num_pages: int, masks: list[int]) -> None:
@@ -78,12 +79,29 @@ class PagePool:
             if page is not None:
                 taken.extend(self._take_some(page, left))
                 left = 0
-        while left:
-            page = self._emptiest_page()
-            count = min(left, self.blocks_per_page - self.masks[page].bit_count())
-            taken.extend(self._take_some(page, count))
-            left -= count
+        if left:
+            taken += self._take_emptiest(left, growth_blocks)
         return np.array(taken, dtype=np.int32)
+
+    def take_one_each(self, lasts: Sequence[int], growths: Sequence[int | None]) -> Int32Array:
+        """One free block for each of several sequences, int32 [len(lasts)]: as `take(1, last, growth)` for one after
+        the other. `lasts[i]` -1: a sequence without a block. O(sequences)."""
+        masks, partial, size = self.masks, self.partial, self.blocks_per_page
+        blocks: list[int] = []
+        for last, growth in zip(lasts, growths, strict=True):
+            page, index = divmod(last + 1, size)
+            mask = masks[page] if index and last >= 0 else -1
+            if mask >> index & 1:
+                blocks += self.take(1, None if last < 0 else last, growth).tolist()
+                continue
+            masks[page] = mask | 1 << index  # the page has blocks that are taken, at least the last
+            num_free = size - mask.bit_count()
+            del partial[num_free][page]
+            if num_free > 1:
+                partial[num_free - 1][page] = None
+            self.num_free_blocks -= 1
+            blocks.append(last + 1)
+        return np.array(blocks, dtype=np.int32)
 
     def give_back(self, blocks: Int32Array) -> None:
         """Return taken blocks, int32 [num_blocks], each at most once.
@@ -102,25 +120,34 @@ class PagePool:
         if self.blocks_per_page == 1:
             self._give_back_pages(blocks.tolist())
             return
-        pages = blocks // self.blocks_per_page
-        bits = np.left_shift(np.uint64(1), (blocks % self.blocks_per_page).astype(np.uint64))
-        starts = np.concatenate(([0], np.flatnonzero(pages[1:] != pages[:-1]) + 1))
+        pages, indices = np.divmod(blocks, self.blocks_per_page)
+        starts = [0, *((pages[1:] != pages[:-1]).nonzero()[0] + 1).tolist()]
         # A sum, not an OR: a block named twice in a run carries over and is caught by the check.
-        runs = list(zip(pages[starts].tolist(), np.add.reduceat(bits, starts).tolist(), strict=True))
-        counts = np.diff(np.append(starts, len(blocks))).tolist()
+        runs = zip(pages[starts].tolist(), np.add.reduceat(self._bits[indices], starts).tolist(), strict=True)
+        stops = [*starts[1:], len(blocks)]
         cleared: dict[int, int] = {}
-        for (page, mask), count in zip(runs, counts, strict=True):
+        for (page, mask), start, stop in zip(runs, starts, stops, strict=True):
             seen = cleared.get(page, 0)
-            if mask.bit_count() != count or mask & ~self.masks[page] or mask & seen:
+            if mask.bit_count() != stop - start or mask & ~self.masks[page] or mask & seen:
                 raise IntegrityError(
                     "I3", f"a block of page {page} is given back twice (blocks {blocks.tolist()[:8]}…)"
                 )
             cleared[page] = seen | mask
+        self._clear(cleared)
+
+    def _clear(self, cleared: dict[int, int]) -> None:
+        """Taken blocks of some pages, by page and mask, are free."""
+        masks, partial, size, full = self.masks, self.partial, self.blocks_per_page, self.full_mask
         for page, mask in cleared.items():
-            if mask == self.full_mask:
-                self._free_pages((page,))
+            old = masks[page]
+            masks[page] = left = old ^ mask
+            if old != full:
+                del partial[size - old.bit_count()][page]
+            if left:
+                partial[size - left.bit_count()][page] = None
             else:
-                self._set_mask(page, self.masks[page] & ~mask)
+                self.free_pages.append(page)
+            self.num_free_blocks += mask.bit_count()
 
     def _give_back_pages(self, pages: list[int]) -> None:
         """Return whole pages."""
@@ -170,13 +197,37 @@ class PagePool:
                 return next(reversed(self.partial[free]))
         return None
 
-    def _emptiest_page(self) -> int:
-        if self.free_pages:
-            return self.free_pages[-1]
-        for pages in reversed(self.partial):
+    def _take_emptiest(self, num_blocks: int, growth_blocks: int | None) -> list[int]:
+        """All that is free in the emptiest of partly used pages, one after the other; the rest in one that has room."""
+        drained: list[int] = []
+        left = num_blocks
+        for num_free in range(self.blocks_per_page - 1, 0, -1):
+            pages = self.partial[num_free]
+            while pages and num_free <= left:
+                drained.append(pages.popitem()[0])
+                left -= num_free
             if pages:
-                return next(reversed(pages))
-        raise IntegrityError("I3", f"{self.num_free_blocks} blocks are counted as free but no page has one")
+                break  # this one has more than enough
+        taken = self._take_all_of(drained)
+        if left:
+            page = self._page_with_room(left, growth_blocks)
+            if page is None:
+                raise IntegrityError("I3", f"{left} of {num_blocks} blocks that are counted as free are in no page")
+            taken += self._take_some(page, left)
+        return taken
+
+    def _take_all_of(self, pages: list[int]) -> list[int]:
+        """Every free block of partly used pages that are in no bucket any more."""
+        if not pages:
+            return []
+        masks = np.array([self.masks[page] for page in pages], dtype=np.uint64)
+        is_free = masks[:, None] >> np.arange(self.blocks_per_page, dtype=np.uint64) & np.uint64(1) == 0
+        rows, indices = is_free.nonzero()
+        for page in pages:
+            self.masks[page] = self.full_mask
+        self.num_free_blocks -= len(rows)
+        blocks: list[int] = (np.array(pages)[rows] * self.blocks_per_page + indices).tolist()
+        return blocks
 
     def _take_some(self, page: int, num_blocks: int) -> list[int]:
         """`num_blocks` free blocks of one page: the lowest run that is long enough, else the lowest free ones."""

@@ -133,12 +133,13 @@ class BlockStore:
             node = self.victims.split(node, match.num_edge_blocks)
         path = node.path()
         if not path:
-            return node, self.tree.no_blocks.copy()
+            return node, self.tree.no_blocks
         table: Int32Array = np.concatenate([step.blocks for step in path])
         for group in self.sliding:
             table[: group.first_needed_block(node.end), group.lanes] = ABSENT
         self._hold_path(path, table[table != ABSENT] if self.sliding else table.ravel(), request)
-        self._mark_needed(node, self._first_needed(node.end))
+        if self.sliding:
+            self._mark_needed(node, self._first_needed(node.end))
         return node, table
 
     def let_go(self, node: Node, blocks: Int32Array, firsts: list[int], request: int, num_output_tokens: int) -> None:
@@ -148,11 +149,13 @@ class BlockStore:
         path = node.path()
         self.ledger.drop(blocks)
         use = self.next_use(request)
+        tick, seconds, _ = use
         for step in path:
             step.num_holders -= 1
-            step.last_tick, step.last_used_at = use.tick, use.seconds
+            step.last_tick, step.last_used_at = tick, seconds
         self.victims.on_released(path, use, num_output_tokens)
-        self._mark_needed(node, firsts)
+        if self.sliding:
+            self._mark_needed(node, firsts)
         self.victims.review(node)
         if node.is_root:
             self.drop_if_empty(node)
@@ -177,17 +180,20 @@ class BlockStore:
     def next_use(self, request: int) -> Use:
         """A moment of its own in logical time."""
         self.tick += 1
-        self._seconds = max(self._seconds, self._clock())
+        now = self._clock()
+        if now > self._seconds:
+            self._seconds = now
         return Use(self.tick, self._seconds, request)
 
     def _hold_path(self, path: list[Node], blocks: Int32Array, request: int) -> None:
         self.ledger.hold(blocks)
         path[-1].sealed = True
         use = self.next_use(request)
+        tick, seconds, _ = use
         for node in path:
             node.num_holders += 1
             node.num_uses += 1
-            node.last_tick, node.last_used_at = use.tick, use.seconds
+            node.last_tick, node.last_used_at = tick, seconds
             if node.session is not None:
                 self.sessions.on_used(node, request)
         self.victims.review(path[-1])
@@ -216,6 +222,11 @@ class BlockStore:
         self.slid_out.review(path)
 
     # --- storing --------------------------------------------------------------------------------------------------
+
+    @property
+    def may_store_later(self) -> bool:
+        """True if nobody but a reader of the tree can tell when a run was lengthened."""
+        return not self.sliding and self.on_event is None and not self.usage.tracks_private
 
     def add(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder) -> tuple[Node, bool]:
         """Store a holder's blocks behind `node`, where its path ends. `data`: their packed tokens.
@@ -302,7 +313,7 @@ class BlockStore:
             if node.marks is not None:
                 node.marks.extend(len(blocks), tick)
         else:
-            if not holder.own_node:  # runs part here: others may end here too
+            if self.sliding and not holder.own_node:  # runs part here: others may end here too
                 self._mark_needed(node, self._first_needed(node.end))
             leaf = self.tree.insert(node, data, blocks, namespace)
             leaf.num_holders = 1

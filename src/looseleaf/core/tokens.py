@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -16,8 +17,6 @@ Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 TOKEN_BYTES = 4
 _LIMIT = 2**31
-_PACKED = (bytes, bytearray, memoryview)
-"""Sequences of ints that `array` would take for raw memory."""
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
@@ -31,16 +30,23 @@ def pack_tokens(tokens: Tokens) -> bytes:
     if isinstance(tokens, np.ndarray):
         return _pack_array(tokens)
     try:
-        if len(tokens) == 0:
-            raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
-        packed = array("i", list(tokens) if isinstance(tokens, _PACKED) else tokens)
+        data = struct.pack(f"{len(tokens)}i", *tokens)  # twice as fast as `array`, but its errors say less
+    except (TypeError, struct.error):
+        data = _pack_strange(tokens)
+    if not data:
+        raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
+    _check_not_negative(np.frombuffer(data, dtype=np.int32))
+    return data
+
+
+def _pack_strange(tokens: Sequence[int]) -> bytes:
+    """Tokens that are no proper sequence of them, or an error that says what they are."""
+    try:
+        return array("i", list(tokens)).tobytes() if len(tokens) else b""
     except TypeError as error:
         raise InvalidTokens(f"tokens must be a sequence of integers ({error})") from None
     except OverflowError:
         raise InvalidTokens(f"a token id is outside 0 to {_LIMIT - 1}") from None
-    data = packed.tobytes()
-    _check_not_negative(np.frombuffer(data, dtype=np.int32))
-    return data
 
 
 def pack_one_each(token_ids: npt.ArrayLike, num_leases: int) -> npt.NDArray[np.int32]:
@@ -90,6 +96,6 @@ def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:
 
 
 def _check_not_negative(tokens: npt.NDArray[np.integer]) -> None:
-    if int(tokens.min()) < 0:
+    if np.minimum.reduce(tokens) < 0:
         at = int(np.argmax(tokens < 0))
         raise InvalidTokens(f"token id {int(tokens[at])} at position {at} is negative")
