@@ -41,7 +41,7 @@ def check_books(cache: CacheManager) -> None:
         if part.run is not None:
             runs[part.run.seq] = part.run
             num_left[part.run.seq] += part.num_blocks
-    runs.update((entry[1], entry[2]) for entry in policy._due)
+    runs.update((run.seq, run) for waiting in policy._aging for run in waiting)
     for each in runs.values():
         assert each.num_left == num_left[each.seq] <= each.num_blocks
     counted = {each.seq for each in policy._runs}
@@ -326,7 +326,7 @@ def test_memory_is_bounded(make: MakeCache, clock: ManualClock) -> None:
             num_ghost_blocks = sum(ghost.num_blocks for ghost in policy._ghosts.values())
             most = max(most, num_ghost_blocks)
             assert num_ghost_blocks <= policy._num_counted_blocks <= MEMORY * 30 + 30
-            assert len(policy._runs) + len(policy._due) <= 2 * (2 * MEMORY * 30 + 30) + 256
+            assert len(policy._runs) + policy._num_aging <= 2 * (2 * MEMORY * 30 + 30) + 256
     assert most > MEMORY * 30 / 2
     assert policy._num_counted_blocks > 0
     assert sum(map(len, policy._cells.values())) < 1000

@@ -107,7 +107,7 @@ class BlockLedger:
         did."""
         self.stored[blocks] = False
         refs = self.refs[blocks]
-        idle = blocks[refs == 0] if refs.any() else blocks
+        idle = blocks[refs == 0] if np.count_nonzero(refs) else blocks
         self.num_cached_blocks -= len(idle)
         self.pool.give_back(idle)
         return len(idle)

@@ -50,13 +50,24 @@ class ManyLeases:
             table.tail[rows, offsets] = packed
             table.num_tokens[rows] = positions + 1
             table.num_reserved[rows] = np.maximum(table.num_reserved[rows], positions + 1)
-            for i in (offsets == self._block_tokens - 1).nonzero()[0].tolist():
-                lease = leases[i]
-                lease.head += table.tail[lease.row].tobytes()
-                at = len(lease.head) // self._block_bytes
-                table.next_block[lease.row] = lease.table[at] if at < lease.num_blocks else ABSENT
+            is_full = offsets == self._block_tokens - 1
+            if is_full.any():
+                self._fill(leases, rows, is_full)
             slots: Int64Array = blocks * self._block_tokens + offsets
             return slots
+
+    def _fill(self, leases: Sequence[Lease], rows: Int64Array, is_full: npt.NDArray[np.bool_]) -> None:
+        """The last blocks of some leases, `is_full` [num_leases], became full of tokens."""
+        table, size = self._desk.rows, self._block_bytes
+        full_rows = rows[is_full]
+        table.next_block[full_rows] = ABSENT
+        data = table.tail[full_rows].tobytes()
+        for number, i in enumerate(is_full.nonzero()[0].tolist()):
+            lease = leases[i]
+            lease.head += data[number * size : (number + 1) * size]
+            at = len(lease.head) // size
+            if at < lease.num_blocks:
+                table.next_block[lease.row] = lease.table[at]
 
     def slots_many(self, leases: Sequence[Lease]) -> Int64Array:
         """See `CacheManager.slots_many`."""

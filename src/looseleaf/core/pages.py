@@ -25,6 +25,7 @@ class PagePool:
     def __init__(self, num_pages: int, blocks_per_page: int) -> None:
         self.blocks_per_page = blocks_per_page
         self.full_mask = (1 << blocks_per_page) - 1
+        self._indices = np.arange(blocks_per_page, dtype=np.int32)
         self._bits = np.left_shift(np.uint64(1), np.arange(blocks_per_page, dtype=np.uint64))
         self._set_up(num_pages, [0] * num_pages)
 
@@ -120,6 +121,9 @@ class PagePool:
         if self.blocks_per_page == 1:
             self._give_back_pages(blocks.tolist())
             return
+        if len(blocks) % self.blocks_per_page == 0 and (whole := self._whole_pages(blocks)):
+            self._give_back_pages(whole)
+            return
         pages, indices = np.divmod(blocks, self.blocks_per_page)
         starts = [0, *((pages[1:] != pages[:-1]).nonzero()[0] + 1).tolist()]
         # A sum, not an OR: a block named twice in a run carries over and is caught by the check.
@@ -149,9 +153,16 @@ class PagePool:
                 self.free_pages.append(page)
             self.num_free_blocks += mask.bit_count()
 
+    def _whole_pages(self, blocks: Int32Array) -> list[int]:
+        """The pages of which `blocks` are all blocks in order; none if they are anything else."""
+        by_page = blocks.reshape(-1, self.blocks_per_page)
+        pages = by_page[:, 0] // self.blocks_per_page
+        is_whole: bool = np.array_equal(by_page, (pages * self.blocks_per_page)[:, None] + self._indices)
+        return pages.tolist() if is_whole else []
+
     def _give_back_pages(self, pages: list[int]) -> None:
         """Return whole pages."""
-        if len(set(pages)) < len(pages) or not all(map(self.masks.__getitem__, pages)):
+        if len(set(pages)) < len(pages) or any(self.masks[page] != self.full_mask for page in pages):
             raise IntegrityError("I3", f"a page is given back twice (pages {pages[:8]}…)")
         self._free_pages(pages)
 

@@ -461,7 +461,8 @@ class BlockStore:
         first = node.num_blocks - num_blocks
         keys = self.forgotten.keys_of(node)[first:]
         blocks: Int32Array = node.blocks[first:].ravel()
-        blocks = blocks[blocks != ABSENT]
+        if self.sliding:
+            blocks = blocks[blocks != ABSENT]
         was_kept = self.auto_pins is not None and self.auto_pins.on_forgotten(node, num_blocks)
         if node.queue == "expendable" and cause == EVICTED:
             cause = EXPENDED  # says nothing of how long blocks live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,12 +133,15 @@ class AdaptivePolicy:
         self._open: dict[int, _Open] = {}
         self._runs: deque[_Run] = deque()  # counted ones, oldest first
         self._num_counted_blocks = 0
-        self._due: list[tuple[float, int, _Run]] = []
+        self._aging: list[deque[_Run]] = [deque() for _ in STEP_ENDS_SECONDS]  # by step, oldest first
+        self._num_aging = 0
+        self._next_step_at = math.inf  # seconds: no run goes to another step before
         self._num_runs = self._num_requests = 0
         self._max_listed = self._max_queued = 256
         self._cells: dict[tuple[int, int], list[_Entry]] = {}
         self._order: list[tuple[float, int, int]] = []
         self._yields: dict[int, list[float]] = {}
+        self._new_yields: dict[tuple[int, int], float] = {}  # of classes that were not met when these were worked out
         self._recent: set[int] = set()  # classes of runs made since the last table, likely to be met again
 
     # --- what requests do -----------------------------------------------------------------------------------------
@@ -315,10 +319,10 @@ class AdaptivePolicy:
     def _count(self, run: _Run) -> None:
         """Let a run teach the table from now on, and the oldest no more where there are too many."""
         self._table.reach(run.class_id, 0, 1.0)
-        heapq.heappush(self._due, (run.born + STEP_ENDS_SECONDS[0], run.seq, run))
+        self._wait(run)
         self._runs.append(run)
         self._num_counted_blocks += run.num_left
-        if len(self._runs) + len(self._due) > self._max_listed:
+        if len(self._runs) + self._num_aging > self._max_listed:
             self._drop_used_runs()
         while self._num_counted_blocks > MEMORY * self._num_blocks and len(self._runs) > 1:
             oldest = self._runs.popleft()
@@ -331,9 +335,9 @@ class AdaptivePolicy:
     def _drop_used_runs(self) -> None:
         """Take runs of which nothing is left out of the lists. O(runs), when these have doubled."""
         self._runs = deque(run for run in self._runs if run.num_left > 0)
-        self._due = [entry for entry in self._due if entry[2].num_left > 0]
-        heapq.heapify(self._due)
-        self._max_listed = 2 * (len(self._runs) + len(self._due)) + 256
+        self._aging = [deque(run for run in runs if run.num_left > 0) for runs in self._aging]
+        self._num_aging = sum(map(len, self._aging))
+        self._max_listed = 2 * (len(self._runs) + self._num_aging) + 256
 
     def _leave(self, part: _Part) -> None:
         """The part is used: its run learns that, and it leaves the run."""
@@ -395,20 +399,41 @@ class AdaptivePolicy:
     # --- ages and cells -------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        """Runs that have waited longer go to later steps. O(log runs) each time one does."""
-        due = self._due
-        while due and due[0][0] <= now:
-            _, seq, run = heapq.heappop(due)
-            if run.num_left <= 0:
-                continue
-            while run.step < NUM_STEPS - 1 and run.born + STEP_ENDS_SECONDS[run.step] <= now:
-                run.step += 1
-                if run.is_counted:
-                    self._table.reach(run.class_id, run.step, run.num_left / run.num_blocks)
-            if run.step < NUM_STEPS - 1:
-                heapq.heappush(due, (run.born + STEP_ENDS_SECONDS[run.step], seq, run))
-            for node_id, depth in run.offered.items():
-                self._enqueue(run, node_id, depth)
+        """Runs that have waited longer go to later steps. O(1) each time one does, and O(log offered) where it is
+        offered.
+
+        Those in one step follow each other by age, and those in later steps are older: with the last step first, each
+        goes to the back of another's queue.
+        """
+        if now < self._next_step_at:
+            return
+        self._next_step_at = math.inf
+        for step in range(NUM_STEPS - 2, -1, -1):
+            runs, born = self._aging[step], now - STEP_ENDS_SECONDS[step]
+            while runs and runs[0].born <= born:
+                self._age(runs.popleft(), now)
+            if runs:
+                self._next_step_at = min(self._next_step_at, runs[0].born + STEP_ENDS_SECONDS[step])
+
+    def _age(self, run: _Run, now: float) -> None:
+        """Bring a run to the step that it is in now."""
+        self._num_aging -= 1
+        if run.num_left <= 0:
+            return
+        while run.step < NUM_STEPS - 1 and run.born + STEP_ENDS_SECONDS[run.step] <= now:
+            run.step += 1
+            if run.is_counted:
+                self._table.reach(run.class_id, run.step, run.num_left / run.num_blocks)
+        if run.step < NUM_STEPS - 1:
+            self._wait(run)
+        for node_id, depth in run.offered.items():
+            self._enqueue(run, node_id, depth)
+
+    def _wait(self, run: _Run) -> None:
+        """Wait for the end of the run's step."""
+        self._aging[run.step].append(run)
+        self._num_aging += 1
+        self._next_step_at = min(self._next_step_at, run.born + STEP_ENDS_SECONDS[run.step])
 
     def _enqueue(self, run: _Run, node_id: int, depth_blocks: int) -> None:
         name = (run.class_id, run.step)
@@ -416,14 +441,17 @@ class AdaptivePolicy:
         if cell is None:
             cell = self._cells[name] = []
         if not cell:
-            heapq.heappush(self._order, (self._yield_of(*name), *name))
+            heapq.heappush(self._order, (self._yield_of(run.class_id, run.step), *name))
         heapq.heappush(cell, (run.tick, -depth_blocks, node_id, run))
 
     def _yield_of(self, class_id: int, step: int) -> float:
         rates = self._yields.get(class_id)
-        if rates is None:
-            rates = self._yields[class_id] = self._table.yields([class_id])[0].tolist()
-        return rates[step]
+        if rates is not None:
+            return rates[step]
+        rate = self._new_yields.get((class_id, step))
+        if rate is None:
+            rate = self._new_yields[class_id, step] = self._table.yield_at(class_id, step)
+        return rate
 
     def _recompute(self) -> None:
         """New yields for all classes in use, and cells in their order."""
@@ -437,6 +465,7 @@ class AdaptivePolicy:
         self._recent.clear()
         rates = self._table.yields(class_ids).tolist() if class_ids else []
         self._yields = dict(zip(class_ids, rates, strict=True))
+        self._new_yields.clear()
         self._order = [(self._yields[class_id][step], class_id, step) for class_id, step in self._cells]
         heapq.heapify(self._order)
 

@@ -23,6 +23,7 @@ LEANS_ON = (1, 2, 2)
 _MAX_WEIGHT = 1e60
 
 _DURATIONS = np.diff(np.array([0.0, *STEP_ENDS_SECONDS, 2.0 * STEP_ENDS_SECONDS[-1]]))
+_STEP_SECONDS: list[float] = _DURATIONS.tolist()
 
 
 def step_of(age_seconds: float) -> int:
@@ -135,6 +136,26 @@ class HoldingTable:
         special = (used[:, 3:] + lean * middle[:, np.array(LEANS_ON) - 1]) / reached[:, 3:]
         hazards: Float64Array = np.clip(special.mean(axis=1), 0.0, 0.999)
         return hazards
+
+    def yield_at(self, class_id: int, step: int) -> float:
+        """The same as `yields`, for one class and step: O(steps) without an array."""
+        rows, lean = self._rows[class_id], PSEUDO_RUNS * self._weight
+        used, reached = [self._used[row] for row in rows], [self._reached[row] for row in rows]
+        best = uses = seconds = 0.0
+        reach = 1.0
+        for at in range(step, NUM_STEPS):
+            general = (used[0][at] + lean * PRIOR_HAZARD) / (reached[0][at] + lean)
+            middle = [(used[row][at] + lean * general) / (reached[row][at] + lean) for row in (1, 2)]
+            special = [
+                (used[row][at] + lean * middle[parent - 1]) / (reached[row][at] + lean)
+                for row, parent in enumerate(LEANS_ON, start=3)
+            ]
+            hazard = min(sum(special) / len(special), 0.999)
+            uses += reach * hazard
+            seconds += reach * _STEP_SECONDS[at] * (1.0 - hazard / 2.0)
+            best = max(best, uses / seconds)
+            reach *= 1.0 - hazard
+        return best
 
     def yields(self, class_ids: Sequence[int]) -> Float64Array:
         """Uses per second and block of holding a run from each step on: [num_classes, NUM_STEPS].
