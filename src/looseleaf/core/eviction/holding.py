@@ -85,6 +85,7 @@ class HoldingTable:
         self._classes: dict[RunClass, int] = {}
         self.classes: list[RunClass] = []
         self._rows: list[tuple[int, ...]] = []
+        self._counts: list[tuple[tuple[list[float], list[float]], ...]] = []  # reached and used of a class's contexts
         self._weight = 1.0  # of what is counted now; growing it fades all that was counted before
 
     def class_id(self, run_class: RunClass) -> int:
@@ -93,7 +94,9 @@ class HoldingTable:
         if class_id is None:
             class_id = self._classes[run_class] = len(self._rows)
             self.classes.append(run_class)
-            self._rows.append(tuple(map(self._context, run_class.contexts())))
+            rows = tuple(map(self._context, run_class.contexts()))
+            self._rows.append(rows)
+            self._counts.append(tuple((self._reached[row], self._used[row]) for row in rows))
         return class_id
 
     def _context(self, name: tuple[int, ...]) -> int:
@@ -107,21 +110,21 @@ class HoldingTable:
     def reach(self, class_id: int, step: int, share: float) -> None:
         """The unused `share` of a run of that class has got to a step."""
         share *= self._weight
-        for context in self._rows[class_id]:
-            self._reached[context][step] += share
+        for reached, _ in self._counts[class_id]:
+            reached[step] += share
 
     def use(self, class_id: int, step: int, share: float) -> None:
         """A share of a run of that class is used within a step."""
         share *= self._weight
-        for context in self._rows[class_id]:
-            self._used[context][step] += share
+        for _, used in self._counts[class_id]:
+            used[step] += share
 
     def fade(self, num_requests: int) -> None:
         """So many requests have passed. O(1), but for a rescaling in hundreds of thousands."""
         self._weight *= 2.0 ** (num_requests / HALF_LIFE_REQUESTS)
         if self._weight > _MAX_WEIGHT:
-            for rows in (self._reached, self._used):
-                rows[:] = [[value / self._weight for value in row] for row in rows]
+            for row in (*self._reached, *self._used):
+                row[:] = [value / self._weight for value in row]
             self._weight = 1.0
 
     def hazards(self, class_ids: Sequence[int]) -> Float64Array:
@@ -139,18 +142,18 @@ class HoldingTable:
 
     def yield_at(self, class_id: int, step: int) -> float:
         """The same as `yields`, for one class and step: O(steps) without an array."""
-        rows, lean = self._rows[class_id], PSEUDO_RUNS * self._weight
-        used, reached = [self._used[row] for row in rows], [self._reached[row] for row in rows]
+        (of_all, *middle), special = self._counts[class_id][:3], self._counts[class_id][3:]
+        lean = PSEUDO_RUNS * self._weight
         best = uses = seconds = 0.0
         reach = 1.0
         for at in range(step, NUM_STEPS):
-            general = (used[0][at] + lean * PRIOR_HAZARD) / (reached[0][at] + lean)
-            middle = [(used[row][at] + lean * general) / (reached[row][at] + lean) for row in (1, 2)]
-            special = [
-                (used[row][at] + lean * middle[parent - 1]) / (reached[row][at] + lean)
-                for row, parent in enumerate(LEANS_ON, start=3)
-            ]
-            hazard = min(sum(special) / len(special), 0.999)
+            leaned = [lean * (of_all[1][at] + lean * PRIOR_HAZARD) / (of_all[0][at] + lean)]
+            for reached, used in middle:
+                leaned.append(lean * (used[at] + leaned[0]) / (reached[at] + lean))
+            total = 0.0
+            for (reached, used), parent in zip(special, LEANS_ON, strict=True):
+                total += (used[at] + leaned[parent]) / (reached[at] + lean)
+            hazard = min(total / len(special), 0.999)
             uses += reach * hazard
             seconds += reach * _STEP_SECONDS[at] * (1.0 - hazard / 2.0)
             best = max(best, uses / seconds)
