@@ -304,7 +304,7 @@ def test_block_table_is_read_only(make: MakeCache) -> None:
         b"",
         iter([1]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if hasattr(value, "__next__") else str(value),
 )
 def test_bad_tokens(make: MakeCache, prompt: object) -> None:
     """Tokens that are empty, negative, too large or not integers are refused by every call."""
