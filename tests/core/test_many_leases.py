@@ -27,6 +27,23 @@ def step(cache: CacheManager, leases: list[Lease], tokens: list[int]) -> None:
     cache.commit_many(leases)
 
 
+def tried_step(cache: CacheManager, leases: list[Lease], tokens: list[int]) -> str:
+    """What became of a step."""
+    try:
+        step(cache, leases, tokens)
+    except OutOfBlocks as error:
+        return f"{error.needed} {error.free} {error.evictable}"
+    return "done"
+
+
+def tried_fork(lease: Lease, name: str) -> Lease | None:
+    """The fork, None if there is no block for it."""
+    try:
+        return lease.fork(name)
+    except OutOfBlocks:
+        return None
+
+
 def running(cache: CacheManager, prompt: list[int], name: str, steps: int) -> Lease:
     """A lease that has committed its prompt and decoded some tokens alone."""
     lease = cache.lease(prompt, name)
@@ -101,14 +118,9 @@ class Twins:
     def decode(self) -> None:
         names = [name for name in self.live if self.rng.random() < 0.7]
         tokens = [self.rng.randrange(3) for _ in names]
-        outcomes = []
-        for number, cache in enumerate(self.caches):
-            try:
-                step(cache, [self.live[name][number] for name in names], tokens)
-                outcomes.append("done")
-            except OutOfBlocks as error:
-                outcomes.append(f"{error.needed} {error.free} {error.evictable}")
-        assert outcomes[0] == outcomes[1]
+        leases = [[self.live[name][number] for name in names] for number in range(2)]
+        first, second = (tried_step(cache, few, tokens) for cache, few in zip(self.caches, leases, strict=True))
+        assert first == second
 
     def release(self, name: str) -> None:
         for lease in self.live.pop(name):
@@ -116,15 +128,10 @@ class Twins:
 
     def fork(self, name: str) -> None:
         self.num_made += 1
-        children = []
-        for lease in self.live[name]:
-            try:
-                children.append(lease.fork(f"r{self.num_made}"))
-            except OutOfBlocks:
-                continue
-        assert len(children) in (0, 2)
-        if children:
-            self.live[f"r{self.num_made}"] = (children[0], children[1])
+        first, second = (tried_fork(lease, f"r{self.num_made}") for lease in self.live[name])
+        assert (first is None) == (second is None)
+        if first is not None and second is not None:
+            self.live[f"r{self.num_made}"] = (first, second)
 
     def append(self, name: str) -> None:
         count = self.rng.randrange(1, 9)
