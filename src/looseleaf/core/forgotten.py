@@ -7,7 +7,7 @@ block and can't grow; an overwritten entry makes an explanation say "never seen"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits over the
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class ForgottenBlock:
+class ForgottenBlock(NamedTuple):
     """When (seconds of the cache's clock, and blocks evicted by then) a block was forgotten, and why: `EVICTED`,
     `EXPENDED`, `OVER_QUOTA` or `CLEARED`."""
 
@@ -37,8 +36,7 @@ class ForgottenBlock:
     cause: int
 
 
-@dataclass(frozen=True)
-class EvictedRun:
+class EvictedRun(NamedTuple):
     """Blocks of a prompt that were cached once, int64 [n] each: their chain keys, and how many blocks had been evicted
     when they were."""
 

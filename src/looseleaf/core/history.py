@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from looseleaf.core.explain import Finding
 from looseleaf.core.namespaces import Tenancy
@@ -14,7 +14,7 @@ from looseleaf.ids import RequestId
 MIN_REMEMBERED_TOKENS = 32 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made at each release
 class FinishedRequest:
     """A released lease. `data`: its committed whole blocks, packed; None once their room was needed for younger
     requests."""
@@ -50,8 +50,7 @@ class History:
         while self._num_bytes > self._max_bytes:
             oldest, num_bytes = self._with_data.popitem(last=False)
             self._num_bytes -= num_bytes
-            kept = self._requests[oldest]
-            self._requests[oldest] = replace(kept, data=None)
+            self._requests[oldest].data = None
 
     def get(self, request_id: RequestId) -> FinishedRequest | None:
         """The finished request of that id, None if it is not remembered."""

@@ -36,6 +36,7 @@ class LeaseDesk:
         self._block_bytes = store.tree.block_bytes
         self._num_lanes = store.plan.num_lanes
         self._num_opened = self._num_requests = self.num_closed = 0
+        self._tenancy = Tenancy("", "")  # of the last request without layers: most have the same
         self._unsettled: dict[Lease, None] = {}
 
     # --- opening and ending ---------------------------------------------------------------------------------------
@@ -53,7 +54,11 @@ class LeaseDesk:
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
-        tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
+        tenancy = self._tenancy
+        if layers or namespace != tenancy.namespace:
+            tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
+        if not layers:
+            self._tenancy = tenancy
         with self._lock:
             self.settle()
             self._store.expire_pins()
@@ -409,7 +414,8 @@ class LeaseDesk:
         if num_reserved is not None:
             rows.num_reserved[row] = num_reserved
             rows.num_places[row] = lease.num_blocks * self._block_tokens
-        self.count_private(lease)
+        if self._store.usage.tracks_private:
+            self.count_private(lease)
         index = int(rows.num_tokens[row]) // self._block_tokens
         rows.next_block[row] = lease.table[index] if index < lease.num_blocks else ABSENT
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ MAX_GROWING_BLOCKS = 64
 """A run is lengthened in place up to this length only, since that copies it: growing by a block then costs O(1)."""
 
 
-@dataclass(frozen=True)
-class Usable:
+class Usable(NamedTuple):
     """The longest beginning of a `Match` from which every group can go on. `cut_by`: the group that allowed no more, if
     one did. `num_known_blocks`: what the tree knows beyond that."""
 

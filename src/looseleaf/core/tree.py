@@ -18,8 +18,7 @@ own continuations and from those of every other namespace:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -149,8 +148,7 @@ class Node:
                 stack.extend(children.values())
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Where a look-up ended: the first `num_blocks` blocks of the asked tokens are stored.
 
     They end after the first `num_edge_blocks` blocks of `node`'s run (all of them, unless the look-up left an edge

@@ -169,7 +169,7 @@ class AdaptivePolicy:
         request = self._opened(use)
         cuts: list[int] = []
         num_seen = 0
-        for number, key in enumerate(keys) if self._ghosts else ():
+        for number, key in () if self._ghosts.keys().isdisjoint(keys) else enumerate(keys):
             ghost = self._ghosts.get(key)
             if ghost is None:
                 continue
