@@ -3,9 +3,10 @@
     python bench/bookkeeping.py [--vllm-python PATH] [--policies adaptive,lru] [--rounds 5] [--output FILE]
 
 One admission is lease, reserve, commit and release of a 2,048-token list of ints, half of it shared; one decode step is
-`append_many` and `commit_many`. Pools of 65,536 blocks of 16 tokens; after the first round they are full, and every
-new block evicts one. Both sides answer each round in turn, so that whatever else the machine does meets both;
-figures are medians over the rounds, ratios medians of each round's ratio. Without a Python that has vLLM, ours alone.
+`append_many` and `commit_many`. Pools of 65,536 blocks of 16 tokens, once empty at the begin of each round ("fresh"),
+once full, so that every new block evicts one. All sides answer each round in turn, so that whatever else the machine
+does meets all; figures are medians over the rounds, ratios medians of each round's ratio. Without a Python that has
+vLLM, ours alone.
 """
 
 from __future__ import annotations
@@ -85,25 +86,36 @@ def read_line(process: subprocess.Popen[str]) -> dict[str, float]:
     return figures
 
 
-def ask(process: subprocess.Popen[str], number: int) -> Figures:
+def ask(process: subprocess.Popen[str], number: int, state: str) -> Figures:
     """The peer's figures of one round."""
     assert process.stdin is not None
-    process.stdin.write(f"{number}\n")
+    process.stdin.write(f"{number} {state}\n")
     process.stdin.flush()
     return read_line(process)
 
 
-def run(policies: list[str], rounds: int, process: subprocess.Popen[str] | None) -> dict[str, list[Figures]]:
-    """Figures of every side, round by round."""
+def make_cache(policy: str) -> CacheManager:
+    """An empty cache."""
     size = {"num_pages": NUM_BLOCKS // 16, "page_tokens": 16 * BLOCK_TOKENS, "block_tokens": BLOCK_TOKENS}
-    caches = {policy: CacheManager(CacheConfig(policy=policy, **size)) for policy in policies}
-    seen: dict[str, list[Figures]] = {name: [] for name in (*caches, *([PEER] if process else []))}
-    for number in range(NUM_WARM_UP + rounds):
-        for name in seen:
-            figures = ask(process, number) if process and name == PEER else measure(caches[name], number)
-            if number >= NUM_WARM_UP:
-                seen[name].append(figures)
-                print(f"{name:9} {figures['admission_us']:9.1f} {figures['decode_step_us']:9.1f} us", flush=True)
+    return CacheManager(CacheConfig(policy=policy, **size))
+
+
+def run(policies: list[str], rounds: int, process: subprocess.Popen[str] | None) -> dict[str, list[Figures]]:
+    """Figures of every side, round by round: by name, and "full" or "fresh"."""
+    seen: dict[str, list[Figures]] = {}
+    sides = [*policies, *([PEER] if process else [])]
+    for state, num_before in (("full", NUM_WARM_UP), ("fresh", 0)):
+        caches = {policy: make_cache(policy) for policy in policies}
+        for number in range(num_before + rounds):
+            for name in sides:
+                if process and name == PEER:
+                    figures = ask(process, number, state)
+                else:
+                    figures = measure(caches[name] if state == "full" else make_cache(name), number)
+                if number >= num_before:
+                    seen.setdefault(f"{name}, {state}", []).append(figures)
+                    told = f"{figures['admission_us']:9.1f} {figures['decode_step_us']:9.1f} us"
+                    print(f"{state:6} {name:9} {told}", flush=True)
     return seen
 
 
@@ -112,9 +124,10 @@ def summary(seen: dict[str, list[Figures]]) -> dict[str, dict[str, float]]:
     table: dict[str, dict[str, float]] = {}
     for name, rounds in seen.items():
         table[name] = {key: round(statistics.median(figures[key] for figures in rounds), 1) for key in rounds[0]}
-        if PEER in seen:
+        theirs_by_round = seen.get(f"{PEER}, {name.rpartition(', ')[2]}")
+        if theirs_by_round is not None:
             for key, ratio in (("admission_us", "admission_ratio"), ("decode_step_us", "decode_step_ratio")):
-                pairs = zip(rounds, seen[PEER], strict=True)
+                pairs = zip(rounds, theirs_by_round, strict=True)
                 table[name][ratio] = round(statistics.median(theirs[key] / ours[key] for ours, theirs in pairs), 2)
     return table
 

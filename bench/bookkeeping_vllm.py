@@ -1,4 +1,5 @@
-"""vLLM's side of `bookkeeping.py`, in an environment of its own: one JSON line of figures per line read, of that round.
+"""vLLM's side of `bookkeeping.py`, in an environment of its own: a JSON line for each line read, a round and "full"
+(go on with the same cache) or "fresh" (begin with an empty one).
 
 Calls the public methods of `KVCacheManager`; requests are made, hashed (SHA-256), matched, allocated and freed as its
 scheduler does it.
@@ -42,12 +43,12 @@ def make_manager() -> KVCacheManager:
 def main() -> None:
     """Answer each round's number with its figures."""
     init_none_hash(sha256)
-    hasher, manager = get_request_block_hasher(BLOCK_TOKENS, sha256), make_manager()
+    hasher, kept = get_request_block_hasher(BLOCK_TOKENS, sha256), make_manager()
 
     def make(name: str, tokens: list[int]) -> Request:
         return Request(name, tokens, SamplingParams(max_tokens=2000), None, block_hasher=hasher)
 
-    def admit(request: Request) -> None:
+    def admit(manager: KVCacheManager, request: Request) -> None:
         manager.new_step_starts()
         found, num_found = manager.get_computed_blocks(request)[:2]
         manager.allocate_slots(request, request.num_tokens - num_found, num_found, found)
@@ -55,17 +56,18 @@ def main() -> None:
 
     print(json.dumps({"version": vllm.__version__}), flush=True)
     for line in sys.stdin:
-        number = int(line)
+        number, state = int(line.split()[0]), line.split()[1]
+        manager = kept if state == "full" else make_manager()
         prompts = admission_prompts(number)
         start = time.process_time()
         for i, prompt in enumerate(prompts):
             request = make(f"a{number}-{i}", prompt)
-            admit(request)
+            admit(manager, request)
             manager.free(request)
         admission = (time.process_time() - start) / len(prompts)
         live = [make(f"d{number}-{i}", prompt) for i, prompt in enumerate(decode_prompts(number))]
         for request in live:
-            admit(request)
+            admit(manager, request)
         start = time.process_time()
         for _ in range(NUM_STEPS):
             manager.new_step_starts()
