@@ -15,7 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
 from looseleaf.errors import ConfigError, UnsupportedModel
 from looseleaf.hf.attention import LayerTraits, PagedAttention
-from looseleaf.hf.attention_backend import AttentionBackend, GatherBackend
+from looseleaf.hf.attention_backend import AttentionBackend
+from looseleaf.hf.cpu_backend import backend_for
 from looseleaf.hf.loading import (
     KV_DTYPES,
     architecture_of,
@@ -117,7 +118,7 @@ class HFRunner:
         else:
             model = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(model)
-        attention = PagedAttention(type(model).__name__, backend or GatherBackend())
+        attention = PagedAttention(type(model).__name__, backend or backend_for(model.device))
         stored = resolve_dtype(kv_dtype, KV_DTYPES)
         settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, stored)
         return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test)
