@@ -29,6 +29,7 @@ from looseleaf.hf.loading import (
     resolve_dtype,
     set_num_threads,
 )
+from looseleaf.hf.packed_linear import PackedLinears
 from looseleaf.hf.sampling import sample
 from looseleaf.hf.selftest import check_against_own_forward
 from looseleaf.hf.step_plan import StepPlan, oldest_visible
@@ -81,7 +82,7 @@ class HFRunner:
         self._model = model
         self._attention = attention
         self._group_tokens = group_tokens_for(memory)
-        self._closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
+        self._closer: weakref.finalize[[PreTrainedModel, str, str, PackedLinears | None], HFRunner] | None = None
 
     @classmethod
     def load(
@@ -100,12 +101,14 @@ class HFRunner:
         extra_eos_token_ids: Iterable[int] = (),
         self_test: bool = True,
         backend: AttentionBackend | None = None,
+        pack_linears: bool = True,
     ) -> HFRunner:
         """Load a model from a folder or hub id (or take a loaded one), give it KV memory, check how it is served.
 
         `dtype` is the model's, `kv_dtype` the memory's (auto: the model's; also int8 and fp8).
         `extra_eos_token_ids` are added to those of the model's configuration; a tokenizer knows more. `self_test=False`
-        skips the check, for a model known to pass. A model that is loaded already stays on its device and in its dtype.
+        skips the check, for a model known to pass. `backend` None: the fastest for the device (`backend_for`).
+        `pack_linears`: see `PackedLinears`. A model that is loaded already stays on its device and in its dtype.
 
         Raises:
             UnsupportedModel: this architecture cannot be served; the message names it and what differs.
@@ -121,7 +124,7 @@ class HFRunner:
         attention = PagedAttention(type(model).__name__, backend or backend_for(model.device))
         stored = resolve_dtype(kv_dtype, KV_DTYPES)
         settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, stored)
-        return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test)
+        return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test, pack_linears)
 
     @classmethod
     def _serve(
@@ -131,6 +134,7 @@ class HFRunner:
         settings: MemorySettings,
         extra_eos: frozenset[int],
         self_test: bool,
+        pack_linears: bool,
     ) -> HFRunner:
         """Lead the model's attention here, or leave the model as it was if that fails."""
         former = model.config._attn_implementation
@@ -142,17 +146,19 @@ class HFRunner:
             )
         name = f"{NAME_PREFIX}{id(model):x}"
         AttentionInterface.register(name, attention)
+        packed: PackedLinears | None = None
         try:
             model.set_attn_implementation(name)
             attention.survey(model)
             memory = settings.allocate(attention.traits, model)
             runner = cls(model, attention, memory, _facts(model, memory, extra_eos))
+            packed = PackedLinears(model, pack=pack_linears)
             if self_test:
                 check_against_own_forward(model, former, name, attention.traits, memory.layout, runner._compute)
         except BaseException:
-            _restore(model, former, name)
+            _restore(model, former, name, packed)
             raise
-        runner._closer = weakref.finalize(runner, _restore, model, former, name)
+        runner._closer = weakref.finalize(runner, _restore, model, former, name, packed)
         runner._closer.atexit = False  # at the end of the process nobody calls the model any more
         return runner
 
@@ -224,8 +230,10 @@ def group_tokens_for(memory: KVMemory) -> int | None:
     return max(1, GATHER_BYTES * torch.get_num_threads() // largest)
 
 
-def _restore(model: PreTrainedModel, former: str, name: str) -> None:
-    """Give the model its former attention back, and unregister ours so that the memory behind it can be freed."""
+def _restore(model: PreTrainedModel, former: str, name: str, packed: PackedLinears | None) -> None:
+    """Give the model its former attention and weights back; unregister ours so that the memory behind it is freed."""
+    if packed is not None:
+        packed.restore()
     if model.config._attn_implementation == name:
         model.set_attn_implementation(former)
     # There is no public call for it: `register` writes into this mapping of the class.
