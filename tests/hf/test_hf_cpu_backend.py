@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from looseleaf import LayerGroup
 from looseleaf.engine.runner import GroupBatch, StepBatch
+from looseleaf.errors import UnsupportedModel
 from looseleaf.hf import cpu_backend
 from looseleaf.hf.attention_backend import AttentionCall, GatherBackend
 from looseleaf.hf.cpu_backend import CpuBackend, Threads, backend_for
@@ -34,7 +35,7 @@ HISTORIES = [
 
 @pytest.fixture(scope="module")
 def fast() -> CpuBackend:
-    backend = backend_for(CPU)
+    backend = backend_for(CPU, torch.float32)
     assert isinstance(backend, CpuBackend)
     return backend
 
@@ -251,8 +252,37 @@ def test_without_numba_the_reference_serves(monkeypatch: pytest.MonkeyPatch, cap
         raise ImportError(f"no {name}")
 
     monkeypatch.setattr(cpu_backend, "import_module", missing)
-    assert isinstance(backend_for(CPU), GatherBackend)
+    assert isinstance(backend_for(CPU, torch.float32), GatherBackend)
     assert "hint: pip install" in caplog.text
+
+
+class Wrong(CpuBackend):
+    """A backend that is off by a little."""
+
+    def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
+        return super().attend(call, plan, memory) * 1.05
+
+
+def test_a_backend_that_fails_the_self_test_is_not_used(
+    fast: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The self-test runs through the backend: one chosen by default gives way to the reference, with the reason in the
+    log; one asked for is refused, and the model left as it was."""
+    compiled = cpu_backend.import_module("looseleaf.hf.paged_kernel")
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedModel, match="differ"):
+        HFRunner.load(model, num_blocks=20, block_tokens=8, num_threads=1, backend=Wrong(compiled))
+    assert not any(weight.isnan().any() for weight in model.parameters())
+    monkeypatch.setattr(cpu_backend, "CpuBackend", Wrong)
+    with HFRunner.load(model, num_blocks=20, block_tokens=8, num_threads=1) as runner:
+        assert isinstance(runner._attention.backend, GatherBackend)
+    assert "with Wrong" in caplog.text
+
+
+def test_memory_that_the_kernel_cannot_read_gets_the_reference() -> None:
+    """8 bits and float16 are served by the reference, without a word."""
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float16):
+        assert isinstance(backend_for(CPU, dtype), GatherBackend)
 
 
 @pytest.mark.parametrize("family_name", ["llama", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3"])

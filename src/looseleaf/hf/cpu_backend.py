@@ -34,6 +34,9 @@ MEMBER_NUMBERS = 1 << 15
 MIN_SAVED_TOKENS = 64
 """A run of shared blocks that saves reading fewer tokens is read row by row."""
 
+KERNELS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
+"""Bodies in `paged_kernel` for the dtypes of memory that it reads."""
+
 
 class Threads:
     """Runs compiled bodies on torch's own OpenMP threads.
@@ -78,12 +81,20 @@ class CpuBackend:
     def __init__(self, compiled: Any) -> None:
         self._field = compiled.Field
         self._log2_e, self._num_fields = float(compiled.LOG2_E), int(compiled.NUM_FIELDS)
-        self._attend = {torch.float32: compiled.attend_float32, torch.bfloat16: compiled.attend_bfloat16}
-        self._merge = compiled.merge
+        self._attend = {dtype: getattr(compiled, name) for dtype, name in KERNELS.items()}
+        self._merge, self._compile_error = compiled.merge, compiled.NumbaError
         self._address_of: Callable[[Any], int] = lru_cache(compiled.address_of)
         self._threads = Threads()
         self._reference = GatherBackend()
         self._parts, self._sums = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.float32)
+
+    def prepare(self, kv_dtype: torch.dtype) -> None:
+        """Compile what memory of `kv_dtype` needs, or take it from disk. RuntimeError if that fails."""
+        try:
+            self._address_of(self._attend[kv_dtype])
+            self._address_of(self._merge)
+        except self._compile_error as error:
+            raise RuntimeError(f"the kernel does not compile: {error}") from error
 
     def attend(self, call: AttentionCall, plan: StepPlan, memory: KVMemory) -> torch.Tensor:
         """See `AttentionBackend`."""
@@ -185,11 +196,20 @@ class _Record:
     items: WorkItems
 
 
-def backend_for(device: torch.device) -> AttentionBackend:
-    """The fastest backend there is for `device`; the reference, with the reason in the log, if there is no other."""
-    if device.type == "cpu":
+def backend_for(device: torch.device, kv_dtype: torch.dtype) -> AttentionBackend:
+    """The fastest backend for memory of `kv_dtype` on `device`, compiled and ready to run.
+
+    The reference if there is no other; if only something is missing for a faster one, the log says what.
+    """
+    if device.type == "cpu" and kv_dtype in KERNELS:
         try:
-            return CpuBackend(import_module("looseleaf.hf.paged_kernel"))
-        except ImportError as error:
+            backend = CpuBackend(import_module("looseleaf.hf.paged_kernel"))
+            backend.prepare(kv_dtype)
+            return backend
+        except (
+            ImportError,
+            RuntimeError,
+            OSError,
+        ) as error:  # not there, or it cannot compile
             _LOG.warning("attention without the compiled kernel: %s; hint: pip install 'looseleaf[hf]'", error)
     return GatherBackend()

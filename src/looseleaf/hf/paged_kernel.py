@@ -16,7 +16,10 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic
+
+__all__ = ["LOG2_E", "NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
 
 TILE_KEYS: Final = 64
 """Keys whose scores are computed, exponentiated and used together."""
@@ -86,7 +89,7 @@ def _take_next(typingctx: Any, counter: Any) -> Any:  # noqa: ARG001
     return types.int64(counter), code
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _exponentials(scores: Any, bits: Any, powers: Any, largest: Any) -> Any:
     """scores[i] = 2 ** (scores[i] - largest), at most 1; gives their sum. `powers` is `bits` seen as float32.
 
@@ -110,7 +113,7 @@ def _exponentials(scores: Any, bits: Any, powers: Any, largest: Any) -> Any:
     return total
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _score_four(query: Any, keys: Any, at: Any, first: int, scores: Any, count: int) -> None:
     """scores[r, k] = query[r] . key k, for four rows at once: each key is loaded once for all of them."""
     q0, q1, q2, q3 = query[0], query[1], query[2], query[3]
@@ -130,7 +133,7 @@ def _score_four(query: Any, keys: Any, at: Any, first: int, scores: Any, count: 
         scores[3, k] = s3
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _score_one(query: Any, keys: Any, at: Any, first: int, scores: Any, count: int) -> None:
     dim = len(query)
     for k in range(count):
@@ -141,7 +144,7 @@ def _score_one(query: Any, keys: Any, at: Any, first: int, scores: Any, count: i
         scores[k] = s
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _add_two(weights: Any, values: Any, at: Any, first: int, sums: Any, count: int) -> None:
     """sums[r] += weights[r, k] * value k, for two rows and four values at once."""
     w0, w1, sum0, sum1 = weights[0], weights[1], sums[0], sums[1]
@@ -166,7 +169,7 @@ def _add_two(weights: Any, values: Any, at: Any, first: int, sums: Any, count: i
             sum1[d] += b0 * value[d]
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _add_one(weights: Any, values: Any, at: Any, first: int, sums: Any, count: int) -> None:
     dim = len(sums)
     for k in range(count):
@@ -175,13 +178,13 @@ def _add_one(weights: Any, values: Any, at: Any, first: int, sums: Any, count: i
             sums[d] += w * value[d]
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _rescale(sums: Any, factor: Any) -> None:
     for d in range(len(sums)):
         sums[d] *= factor
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _widen(stored: Any, at: Any, first: int, wide: Any, count: int) -> None:
     """bfloat16 numbers, given as uint16, as float32: `wide` is a uint32 view."""
     dim = wide.shape[1]
@@ -191,7 +194,7 @@ def _widen(stored: Any, at: Any, first: int, wide: Any, count: int) -> None:
             target[d] = np.uint32(row[d]) << np.uint32(16)
 
 
-@numba.njit(fastmath=MATH)
+@numba.njit(fastmath=MATH, error_model="numpy")
 def _tile(
     query: Any, keys: Any, key_at: Any, first_key: int, values: Any, value_at: Any, first_value: int, count: int,
     cap: Any, scores: Any, bits: Any, powers: Any, sums: Any, largest: Any, totals: Any, num_rows: int,
@@ -225,22 +228,22 @@ def _tile(
         _add_one(scores[even], values, value_at, first_value, sums[even], count)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _floats(address: int, rows: int, width: int) -> Any:
     return numba.carray(_pointer(address, types.float32), (rows, width))
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _halves(address: int, rows: int, width: int) -> Any:
     return numba.carray(_pointer(address, types.uint16), (rows, width))
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _integers(address: int, count: int) -> Any:
     return numba.carray(_pointer(address, types.int64), (count,))
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
     """Work on item number `index`, tile by tile, in each tile head by head. `a`: see `Field`.
 
@@ -301,7 +304,7 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
             logs[part, head] = largest[h, row] + np.log2(total)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _merge(a: Any, row: int) -> None:
     """Put the parts of row number `row` together, with the sinks."""
     num_heads, value_dim = a[Field.NUM_KV_HEADS] * a[Field.NUM_SHARING], a[Field.VALUE_DIM]

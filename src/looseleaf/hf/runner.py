@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
 from looseleaf.errors import ConfigError, UnsupportedModel
 from looseleaf.hf.attention import LayerTraits, PagedAttention
-from looseleaf.hf.attention_backend import AttentionBackend
+from looseleaf.hf.attention_backend import AttentionBackend, GatherBackend
 from looseleaf.hf.cpu_backend import backend_for
 from looseleaf.hf.loading import (
     KV_DTYPES,
@@ -34,6 +36,8 @@ from looseleaf.hf.sampling import sample
 from looseleaf.hf.selftest import check_against_own_forward
 from looseleaf.hf.step_plan import StepPlan, oldest_visible
 from looseleaf.tensors import KVLayout, KVMemory, num_blocks_for_bytes, plan_lanes
+
+_LOG = logging.getLogger(__name__)
 
 NAME_PREFIX = "looseleaf-"
 """Attention implementations of runners are registered under names that begin so."""
@@ -81,6 +85,7 @@ class HFRunner:
         self.memory = memory
         self._model = model
         self._attention = attention
+        self._names = ("", "")  # of the model's former attention, and of this one
         self._group_tokens = group_tokens_for(memory)
         self._closer: weakref.finalize[[PreTrainedModel, str, str, PackedLinears | None], HFRunner] | None = None
 
@@ -121,10 +126,14 @@ class HFRunner:
         else:
             model = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(model)
-        attention = PagedAttention(type(model).__name__, backend or backend_for(model.device))
         stored = resolve_dtype(kv_dtype, KV_DTYPES)
+        fastest = backend or backend_for(model.device, stored or model.dtype)
+        attention = PagedAttention(type(model).__name__, fastest)
         settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, stored)
-        return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test, pack_linears)
+        runner = cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), pack_linears)
+        if self_test:
+            runner._check(may_fall_back=backend is None)
+        return runner
 
     @classmethod
     def _serve(
@@ -133,7 +142,6 @@ class HFRunner:
         attention: PagedAttention,
         settings: MemorySettings,
         extra_eos: frozenset[int],
-        self_test: bool,
         pack_linears: bool,
     ) -> HFRunner:
         """Lead the model's attention here, or leave the model as it was if that fails."""
@@ -153,14 +161,37 @@ class HFRunner:
             memory = settings.allocate(attention.traits, model)
             runner = cls(model, attention, memory, _facts(model, memory, extra_eos))
             packed = PackedLinears(model, pack=pack_linears)
-            if self_test:
-                check_against_own_forward(model, former, name, attention.traits, memory.layout, runner._compute)
         except BaseException:
             _restore(model, former, name, packed)
             raise
         runner._closer = weakref.finalize(runner, _restore, model, former, name, packed)
         runner._closer.atexit = False  # at the end of the process nobody calls the model any more
+        runner._names = (former, name)
         return runner
+
+    def _check(self, *, may_fall_back: bool) -> None:
+        """Run the self-test; if it fails on a backend that nobody asked for, once more on the reference.
+
+        Raises:
+            UnsupportedModel: it failed; the model is as it was before.
+        """
+        attention, layout = self._attention, self.memory.layout
+        check = partial(check_against_own_forward, self._model, *self._names, attention.traits, layout, self._compute)
+        try:
+            try:
+                check()
+            except UnsupportedModel as error:
+                if not may_fall_back or isinstance(attention.backend, GatherBackend):
+                    raise
+                backend, attention.backend = attention.backend, GatherBackend()
+                check()
+                _LOG.warning(
+                    "%s is served by the reference attention: with %s, %s",
+                    *(self.info.name, type(backend).__name__, error),
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_blocks(self) -> int:
