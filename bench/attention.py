@@ -5,7 +5,7 @@
 One layer's K and V in blocks in random order, as the engine leaves them. *shared*: all of the context but the last
 private tokens is the same blocks for every row; *unshared*: nothing is. Shapes: K/V heads x query heads of each x
 numbers. All sides take turns, round by round, on the same memory; median and least of the rounds are given, because
-others may use the machine. Working out who shares what is timed apart (it is done once per step and group, not per layer).
+others may use the machine. Working out who shares what is timed apart: once per step and group, not per layer.
 """
 
 from __future__ import annotations

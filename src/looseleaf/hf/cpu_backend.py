@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from looseleaf.hf.attention_backend import AttentionBackend, AttentionCall, GatherBackend
+from looseleaf.hf.cuda_backend import HALVES, FlashInferBackend
 from looseleaf.hf.shared_runs import WorkItems, work_items
 from looseleaf.hf.step_plan import AttentionPlan, StepPlan
 from looseleaf.ids import Int64Array
@@ -206,10 +207,16 @@ def backend_for(device: torch.device, kv_dtype: torch.dtype) -> AttentionBackend
             backend = CpuBackend(import_module("looseleaf.hf.paged_kernel"))
             backend.prepare(kv_dtype)
             return backend
-        except (
-            ImportError,
-            RuntimeError,
-            OSError,
-        ) as error:  # not there, or it cannot compile
+        except (ImportError, RuntimeError, OSError) as error:  # not there, or it cannot compile
             _LOG.warning("attention without the compiled kernel: %s; hint: pip install 'looseleaf[hf]'", error)
+    if device.type == "cuda" and kv_dtype in HALVES and (flashinfer := _found("flashinfer")) is not None:
+        return FlashInferBackend(flashinfer, device)
     return GatherBackend()
+
+
+def _found(name: str) -> Any:
+    """An optional module, or None."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
