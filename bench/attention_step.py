@@ -102,7 +102,7 @@ class Plain:
     @torch.inference_mode()
     def prefill(self) -> None:
         cache = DynamicCache(config=self.model.config)
-        self.model(self.ids, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(dim=-1)
+        self.model(self.ids, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(dim=-1).cpu()
         self.cache = cache
 
     def spread(self, batch_size: int) -> DynamicCache:
@@ -115,7 +115,7 @@ class Plain:
     @torch.inference_mode()
     def decode(self, cache: DynamicCache, batch_size: int) -> None:
         ids = torch.full((batch_size, 1), 7, device=self.model.device)
-        self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(dim=-1)
+        self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(dim=-1).cpu()
 
 
 def in_turns(sides: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
