@@ -129,8 +129,8 @@ def test_the_self_test_looks_beyond_the_window(monkeypatch: pytest.MonkeyPatch, 
 class LooksFurtherBack(GatherBackend):
     """A backend with a fault: it reads the block before the window too, and hides it."""
 
-    def _prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
-        super()._prefill(call, chunk, memory, output)
+    def prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
+        super().prefill(call, chunk, memory, output)
         if chunk.skip_tokens or chunk.first_slot:
             output[chunk.tiles[0].first_row] += 0 * memory.read_run(call.layer, 0, 10**6, call.query.dtype).keys.sum()
 

@@ -54,7 +54,7 @@ class GatherBackend:
         for group in work.decode:
             output[group.rows] = self._decode(call, group, memory)
         for chunk in work.prefill:
-            self._prefill(call, chunk, memory, output)
+            self.prefill(call, chunk, memory, output)
         return output
 
     def _decode(self, call: AttentionCall, group: DecodeGroup, memory: KVMemory) -> torch.Tensor:
@@ -70,7 +70,8 @@ class GatherBackend:
         attended = attend_dense(folded, keys, values, call, mask=group.mask, causal=False)
         return attended.reshape(num_rows, query.shape[1], -1)
 
-    def _prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
+    def prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
+        """Write the rows of `chunk` to `output` [T, heads, value_dim]."""
         dtype = call.query.dtype
         if chunk.fresh_rows is not None:
             rows = slice(*chunk.fresh_rows)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from looseleaf.engine.runner import ModelInfo, StepBatch, StepOutput
 from looseleaf.errors import ConfigError, UnsupportedModel
 from looseleaf.hf.attention import LayerTraits, PagedAttention
 from looseleaf.hf.attention_backend import AttentionBackend, GatherBackend
+from looseleaf.hf.cpu_backend import backend_for
 from looseleaf.hf.loading import (
     KV_DTYPES,
     architecture_of,
@@ -28,10 +31,13 @@ from looseleaf.hf.loading import (
     resolve_dtype,
     set_num_threads,
 )
+from looseleaf.hf.packed_linear import PackedLinears
 from looseleaf.hf.sampling import sample
 from looseleaf.hf.selftest import check_against_own_forward
 from looseleaf.hf.step_plan import StepPlan, oldest_visible
 from looseleaf.tensors import KVLayout, KVMemory, num_blocks_for_bytes, plan_lanes
+
+_LOG = logging.getLogger(__name__)
 
 NAME_PREFIX = "looseleaf-"
 """Attention implementations of runners are registered under names that begin so."""
@@ -79,8 +85,9 @@ class HFRunner:
         self.memory = memory
         self._model = model
         self._attention = attention
+        self._names = ("", "")  # of the model's former attention, and of this one
         self._group_tokens = group_tokens_for(memory)
-        self._closer: weakref.finalize[[PreTrainedModel, str, str], HFRunner] | None = None
+        self._closer: weakref.finalize[[PreTrainedModel, str, str, PackedLinears | None], HFRunner] | None = None
 
     @classmethod
     def load(
@@ -99,12 +106,14 @@ class HFRunner:
         extra_eos_token_ids: Iterable[int] = (),
         self_test: bool = True,
         backend: AttentionBackend | None = None,
+        pack_linears: bool = True,
     ) -> HFRunner:
         """Load a model from a folder or hub id (or take a loaded one), give it KV memory, check how it is served.
 
         `dtype` is the model's, `kv_dtype` the memory's (auto: the model's; also int8 and fp8).
         `extra_eos_token_ids` are added to those of the model's configuration; a tokenizer knows more. `self_test=False`
-        skips the check, for a model known to pass. A model that is loaded already stays on its device and in its dtype.
+        skips the check, for a model known to pass. `backend` None: the fastest for the device (`backend_for`).
+        `pack_linears`: see `PackedLinears`. A model that is loaded already stays on its device and in its dtype.
 
         Raises:
             UnsupportedModel: this architecture cannot be served; the message names it and what differs.
@@ -117,10 +126,14 @@ class HFRunner:
         else:
             model = load_model(model, resolve_device(device), resolve_dtype(dtype), revision)
         refuse_by_signature(model)
-        attention = PagedAttention(type(model).__name__, backend or GatherBackend())
         stored = resolve_dtype(kv_dtype, KV_DTYPES)
+        fastest = backend or backend_for(model.device, stored or model.dtype)
+        attention = PagedAttention(type(model).__name__, fastest)
         settings = MemorySettings(num_blocks, kv_memory_bytes, block_tokens, page_tokens, stored)
-        return cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), self_test)
+        runner = cls._serve(model, attention, settings, frozenset(extra_eos_token_ids), pack_linears)
+        if self_test:
+            runner._check(may_fall_back=backend is None)
+        return runner
 
     @classmethod
     def _serve(
@@ -129,7 +142,7 @@ class HFRunner:
         attention: PagedAttention,
         settings: MemorySettings,
         extra_eos: frozenset[int],
-        self_test: bool,
+        pack_linears: bool,
     ) -> HFRunner:
         """Lead the model's attention here, or leave the model as it was if that fails."""
         former = model.config._attn_implementation
@@ -141,19 +154,44 @@ class HFRunner:
             )
         name = f"{NAME_PREFIX}{id(model):x}"
         AttentionInterface.register(name, attention)
+        packed: PackedLinears | None = None
         try:
             model.set_attn_implementation(name)
             attention.survey(model)
             memory = settings.allocate(attention.traits, model)
             runner = cls(model, attention, memory, _facts(model, memory, extra_eos))
-            if self_test:
-                check_against_own_forward(model, former, name, attention.traits, memory.layout, runner._compute)
+            packed = PackedLinears(model, pack=pack_linears)
         except BaseException:
-            _restore(model, former, name)
+            _restore(model, former, name, packed)
             raise
-        runner._closer = weakref.finalize(runner, _restore, model, former, name)
+        runner._closer = weakref.finalize(runner, _restore, model, former, name, packed)
         runner._closer.atexit = False  # at the end of the process nobody calls the model any more
+        runner._names = (former, name)
         return runner
+
+    def _check(self, *, may_fall_back: bool) -> None:
+        """Run the self-test; if it fails on a backend that nobody asked for, once more on the reference.
+
+        Raises:
+            UnsupportedModel: it failed; the model is as it was before.
+        """
+        attention, layout = self._attention, self.memory.layout
+        check = partial(check_against_own_forward, self._model, *self._names, attention.traits, layout, self._compute)
+        try:
+            try:
+                check()
+            except UnsupportedModel as error:
+                if not may_fall_back or isinstance(attention.backend, GatherBackend):
+                    raise
+                backend, attention.backend = attention.backend, GatherBackend()
+                check()
+                _LOG.warning(
+                    "%s is served by the reference attention: with %s, %s",
+                    *(self.info.name, type(backend).__name__, error),
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_blocks(self) -> int:
@@ -223,8 +261,10 @@ def group_tokens_for(memory: KVMemory) -> int | None:
     return max(1, GATHER_BYTES * torch.get_num_threads() // largest)
 
 
-def _restore(model: PreTrainedModel, former: str, name: str) -> None:
-    """Give the model its former attention back, and unregister ours so that the memory behind it can be freed."""
+def _restore(model: PreTrainedModel, former: str, name: str, packed: PackedLinears | None) -> None:
+    """Give the model its former attention and weights back; unregister ours so that the memory behind it is freed."""
+    if packed is not None:
+        packed.restore()
     if model.config._attn_implementation == name:
         model.set_attn_implementation(former)
     # There is no public call for it: `register` writes into this mapping of the class.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -13,6 +13,7 @@ import torch
 
 from looseleaf.core.config import LayerGroup
 from looseleaf.engine.runner import GroupBatch, StepBatch
+from looseleaf.hf.shared_runs import DecodeTables, decode_tables
 from looseleaf.ids import Int32Array, Int64Array
 from looseleaf.tensors import LanePlan
 
@@ -69,12 +70,37 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class GroupPlan:
+    """What is equal in all lanes of one group: `tables` of the decode rows (None without any), whatever a backend keeps
+    for the step in `kept`, and how to make the decode groups of all lanes."""
+
+    tables: DecodeTables | None
+    make_decode: Callable[[], list[tuple[DecodeGroup, ...]]]
+    kept: dict[Hashable, object] = field(default_factory=dict)
+
+    @cached_property
+    def decode(self) -> list[tuple[DecodeGroup, ...]]:
+        """Decode groups, for each lane."""
+        return self.make_decode()
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
-    """All the writing and attending of one step for the layers of one lane. `slots` int64 [T]: where K and V go."""
+    """All the writing and attending of one step for the layers of one lane. `slots` int64 [T]: where K and V go.
+
+    Decode rows are given twice, as a backend likes: as `decode`, slot by slot (made when first asked for), and as row
+    tables of `group`, block by block.
+    """
 
     slots: torch.Tensor
-    decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
+    lane: int
+    group: GroupPlan
+
+    @property
+    def decode(self) -> tuple[DecodeGroup, ...]:
+        """The decode rows in groups of similar length."""
+        return self.group.decode[self.lane]
 
 
 @dataclass
@@ -117,33 +143,39 @@ class StepPlan:
         num_query = np.diff(self.batch.query_starts)
         num_keys = self.batch.num_context_tokens.astype(np.int64) + num_query
         oldest = oldest_visible(group, num_keys - 1)
-        parts = group_by_length(np.flatnonzero(num_query == 1), num_keys - oldest, self.group_tokens)
-        decode = [self._decode_groups(part, oldest[part], num_keys[part], step) for part in parts]
-        prefill = [self._prefill_chunks(int(s), group, step) for s in np.flatnonzero(num_query > 1)]
-        return [
-            AttentionPlan(
-                self.tensor(slots), tuple(lanes[lane] for lanes in decode), tuple(lanes[lane] for lanes in prefill)
+        single = np.flatnonzero(num_query == 1)
+        tables: DecodeTables | None = None
+        if len(single):
+            rows = self.batch.query_starts[single].astype(np.int64)
+            tables = decode_tables(
+                single, rows, oldest[single], num_keys[single], step.block_tables, step.first_blocks, self.block_tokens
             )
+        prefill = [self._prefill_chunks(int(s), group, step) for s in np.flatnonzero(num_query > 1)]
+        shared = GroupPlan(tables, lambda: self._decode_groups(tables, len(step.slots)))
+        return [
+            AttentionPlan(self.tensor(slots), tuple(lanes[lane] for lanes in prefill), lane, shared)
             for lane, slots in enumerate(step.slots)
         ]
 
-    def _decode_groups(
-        self, sequences: Int64Array, oldest: Int64Array, num_keys: Int64Array, step: GroupBatch
-    ) -> list[DecodeGroup]:
-        """One for each lane, for `sequences` [D] that see positions `oldest : num_keys` [D]."""
-        seen = num_keys - oldest
+    def _decode_groups(self, tables: DecodeTables | None, num_lanes: int) -> list[tuple[DecodeGroup, ...]]:
+        """For each lane: the decode rows in groups of similar length."""
+        if tables is None:
+            return [()] * num_lanes
+        seen = tables.stop - tables.first
+        parts = group_by_length(np.arange(len(seen)), seen, self.group_tokens)
+        groups = [self._decode_group(tables, part, seen[part]) for part in parts]
+        return [tuple(lanes[lane] for lanes in groups) for lane in range(num_lanes)]
+
+    def _decode_group(self, tables: DecodeTables, part: Int64Array, seen: Int64Array) -> list[DecodeGroup]:
+        """One for each lane, for decode rows `part` [D] that see `seen` [D] tokens."""
         longest = int(seen.max())
-        slots = np.empty((len(step.slots), len(sequences), longest), dtype=np.int64)
-        for row, (sequence, first, stop) in enumerate(zip(sequences, oldest, num_keys, strict=True)):
-            table, count = step.block_tables[sequence], stop - first
-            slots[:, row, :count] = slots_of(
-                table, int(step.first_blocks[sequence]), np.arange(first, stop), self.block_tokens
-            )
-            slots[:, row, count:] = slots[:, row, count - 1, None]
+        places = np.minimum(tables.first[part, None] + np.arange(longest), tables.stop[part, None] - 1)
+        blocks = tables.tables[:, part[:, None], places // self.block_tokens].astype(np.int64)
+        slots = blocks * self.block_tokens + places % self.block_tokens
         mask: torch.Tensor | None = None
         if int(seen.min()) < longest:
             mask = self._additive(np.arange(longest)[None, :] >= seen[:, None])[:, None, None, :]
-        rows = self.tensor(self.batch.query_starts[sequences].astype(np.int64))
+        rows = self.tensor(tables.rows[part])
         return [DecodeGroup(rows, self.tensor(of_lane.reshape(-1)), longest, mask) for of_lane in slots]
 
     def _prefill_chunks(self, sequence: int, group: LayerGroup, step: GroupBatch) -> list[PrefillChunk]:

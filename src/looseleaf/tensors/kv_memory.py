@@ -156,6 +156,13 @@ class KVMemory:
         """K and V of `num_tokens` slots in a row: views if `dtype` is the memory's, valid until the next write."""
         return self._read(layer, dtype, lambda stored, _: stored[first_slot : first_slot + num_tokens])
 
+    def in_place(self, layer: int) -> KeysValues | None:
+        """All slots of a layer's K and V as they lie, [slots, numbers per slot]: heads one after the other, then room
+        that only wider layers fill. None in 8 bits. Valid until the next resize."""
+        row = self.layout.lanes.places[layer].row
+        keys, values = self._keys[row].tensors, self._values[row].tensors
+        return KeysValues(keys[0], values[0]) if len(keys) == len(values) == 1 else None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, `pairs` of (from_block, to_block); all are read before any is written.
 
