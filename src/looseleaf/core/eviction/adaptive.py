@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
 from looseleaf.core.eviction.holding import NUM_STEPS, STEP_ENDS_SECONDS, HoldingTable, RunClass, step_of
+from looseleaf.core.eviction.holding_parts import OpenRequest, Part, Run
 from looseleaf.core.eviction.policy import StoredRun, Use
 
 RECOMPUTE_REQUESTS = 100
@@ -18,95 +19,8 @@ RECOMPUTE_REQUESTS = 100
 MEMORY = 8
 """Runs are counted until so many times the pool's blocks were used after them, held or not."""
 
-MAX_TURNS = 4
-
-
-class _Run:
-    """Blocks that one request used last, with as many uses: they live and age together.
-
-    tick: when its request ended, which orders equals. num_blocks: when it ended. num_left: of them not used since.
-    is_counted: still teaches the table. ghost_keys: what was evicted of it. offered: evictable ids, by depth.
-    """
-
-    __slots__ = (
-        "born", "class_id", "ghost_keys", "is_counted", "num_blocks", "num_left", "offered", "seq", "step", "tick",
-    )  # fmt: skip
-
-    def __init__(self, seq: int, tick: int, class_id: int, born: float) -> None:
-        self.seq = seq
-        self.tick = tick
-        self.class_id = class_id
-        self.born = born
-        self.step = self.num_blocks = self.num_left = 0
-        self.is_counted = True
-        self.ghost_keys: set[int] = set()
-        self.offered: dict[int, int] = {}
-
-
-_Entry: TypeAlias = tuple[int, int, int, _Run]
+_Entry: TypeAlias = tuple[int, int, int, Run]
 """A leaf in a cell: tick, depth (negated), id, run."""
-
-
-class _Part:
-    """A stored run of blocks (a node) or what is remembered of an evicted one. `keys`: chain keys of its first blocks,
-    as far as they are known; `ghost_key`: that of its evicted end."""
-
-    __slots__ = (
-        "ghost_key", "is_padded", "keys", "last_request", "last_tick", "last_used", "num_blocks", "num_uses", "run",
-        "turns",
-    )  # fmt: skip
-
-    def __init__(self, num_blocks: int, num_uses: int, turns: int, is_padded: bool) -> None:
-        self.num_blocks = num_blocks
-        self.num_uses = num_uses
-        self.turns = turns
-        self.is_padded = is_padded
-        self.run: _Run | None = None
-        self.last_request = self.last_tick = 0
-        self.last_used = 0.0
-        self.ghost_key = 0
-        self.keys = array("q")
-
-    def use(self, use: Use) -> None:
-        """A request uses it."""
-        self.last_request, self.last_tick, self.last_used = use.request, use.tick, use.seconds
-
-    def copy(self, num_blocks: int) -> _Part:
-        """Another part with the same history."""
-        part = _Part(num_blocks, self.num_uses, self.turns, self.is_padded)
-        part.run = self.run
-        part.last_request, part.last_tick, part.last_used = self.last_request, self.last_tick, self.last_used
-        return part
-
-
-class _Open:
-    """A request between its look-up and its end."""
-
-    __slots__ = ("began", "ghost_uses", "keys", "num_new", "num_stored", "seen_at", "turns")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.seen_at: float | None = None  # when the conversation that it continues was last used
-        self.turns = self.num_new = self.num_stored = 0
-        self.ghost_uses: dict[int, int] = {}
-        self.keys: Sequence[int] = ()  # of what it did not find, of which `num_stored` are behind it
-
-    def take_keys(self, run: StoredRun) -> array[int]:
-        """Those of a run that it stores now; none where they are not known. O(blocks of the run) in the order of a
-        prompt."""
-        at = self.num_stored
-        if at >= len(self.keys) or self.keys[at] != run.key:  # others have stored what lies between
-            at = self.keys.index(run.key, at) if run.key in self.keys[at:] else len(self.keys)
-        self.num_stored = min(len(self.keys), at + run.num_blocks)
-        return array("q", self.keys[at : self.num_stored])
-
-    def class_of(self, use_bucket: int, num_output_tokens: int) -> RunClass:
-        """The class of its runs of so many uses."""
-        gap = -1
-        if self.seen_at is not None:  # later than it began: another stored the same meanwhile
-            gap = int(max(0.0, self.began - self.seen_at)).bit_length()
-        turns = min(self.turns.bit_length(), MAX_TURNS)
-        return RunClass(use_bucket, num_output_tokens.bit_length(), gap, turns, self.num_new.bit_length())
 
 
 class AdaptivePolicy:
@@ -128,12 +42,12 @@ class AdaptivePolicy:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._table = HoldingTable()
-        self._parts: dict[int, _Part] = {}
-        self._ghosts: dict[int, _Part] = {}
-        self._open: dict[int, _Open] = {}
-        self._runs: deque[_Run] = deque()  # counted ones, oldest first
+        self._parts: dict[int, Part] = {}
+        self._ghosts: dict[int, Part] = {}
+        self._open: dict[int, OpenRequest] = {}
+        self._runs: deque[Run] = deque()  # counted ones, oldest first
         self._num_counted_blocks = 0
-        self._aging: list[deque[_Run]] = [deque() for _ in STEP_ENDS_SECONDS]  # by step, oldest first
+        self._aging: list[deque[Run]] = [deque() for _ in STEP_ENDS_SECONDS]  # by step, oldest first
         self._num_aging = 0
         self._next_step_at = math.inf  # seconds: no run goes to another step before
         self._num_runs = self._num_requests = 0
@@ -191,7 +105,7 @@ class AdaptivePolicy:
         """A first use, or one more for what was evicted before."""
         request = self._opened(use)
         num_uses = request.ghost_uses.pop(run.key, 0) + 1
-        part = self._parts[node_id] = _Part(run.num_blocks, num_uses, request.turns, run.is_padded)
+        part = self._parts[node_id] = Part(run.num_blocks, num_uses, request.turns, run.is_padded)
         part.use(use)
         part.keys = request.take_keys(run)
 
@@ -202,8 +116,8 @@ class AdaptivePolicy:
     def release(self, node_ids: Sequence[int], use: Use, num_output_tokens: int) -> None:
         """What nobody has used since becomes runs, by number of uses."""
         self._advance(use.seconds)
-        request = self._open.pop(use.request, None) or _Open(use.seconds)
-        runs: dict[int, _Run] = {}
+        request = self._open.pop(use.request, None) or OpenRequest(use.seconds)
+        runs: dict[int, Run] = {}
         for node_id in node_ids:
             part = self._parts[node_id]
             if part.last_request != use.request or part.run is not None:
@@ -253,7 +167,7 @@ class AdaptivePolicy:
         part = self._parts[node_id]
         run = part.run
         if run is None:  # its request left without a word
-            run_class = _Open(part.last_used).class_of(_use_bucket(part), 0)
+            run_class = OpenRequest(part.last_used).class_of(_use_bucket(part), 0)
             run = self._new_run(run_class, part.last_tick, part.last_used)
             self._join(part, run)
             self._count(run)
@@ -299,24 +213,24 @@ class AdaptivePolicy:
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
-    def _opened(self, use: Use) -> _Open:
+    def _opened(self, use: Use) -> OpenRequest:
         request = self._open.get(use.request)
         if request is None:
-            request = self._open[use.request] = _Open(use.seconds)
+            request = self._open[use.request] = OpenRequest(use.seconds)
         return request
 
-    def _new_run(self, run_class: RunClass, tick: int, born: float) -> _Run:
+    def _new_run(self, run_class: RunClass, tick: int, born: float) -> Run:
         self._num_runs += 1
         class_id = self._table.class_id(run_class)
         self._recent.add(class_id)
-        return _Run(self._num_runs, tick, class_id, born)
+        return Run(self._num_runs, tick, class_id, born)
 
-    def _join(self, part: _Part, run: _Run) -> None:
+    def _join(self, part: Part, run: Run) -> None:
         part.run = run
         run.num_blocks += part.num_blocks
         run.num_left += part.num_blocks
 
-    def _count(self, run: _Run) -> None:
+    def _count(self, run: Run) -> None:
         """Let a run teach the table from now on, and the oldest no more where there are too many."""
         self._table.reach(run.class_id, 0, 1.0)
         self._wait(run)
@@ -339,7 +253,7 @@ class AdaptivePolicy:
         self._num_aging = sum(map(len, self._aging))
         self._max_listed = 2 * (len(self._runs) + self._num_aging) + 256
 
-    def _leave(self, part: _Part) -> None:
+    def _leave(self, part: Part) -> None:
         """The part is used: its run learns that, and it leaves the run."""
         run, part.run = part.run, None
         if run is None:
@@ -349,7 +263,7 @@ class AdaptivePolicy:
             self._num_counted_blocks -= part.num_blocks
             self._table.use(run.class_id, run.step, part.num_blocks / run.num_blocks)
 
-    def _take_out(self, part: _Part) -> None:
+    def _take_out(self, part: Part) -> None:
         """The part leaves its run without a use."""
         run, part.run = part.run, None
         if run is not None:
@@ -357,7 +271,7 @@ class AdaptivePolicy:
             if run.is_counted:
                 self._num_counted_blocks -= part.num_blocks
 
-    def _remember(self, part: _Part, num_blocks: int, key: int, keys: array[int]) -> None:
+    def _remember(self, part: Part, num_blocks: int, key: int, keys: array[int]) -> None:
         """The end of a part, `num_blocks` blocks from `key` on, is evicted; what was evicted behind it joins it.
         `keys`: those of its blocks that are known."""
         run = part.run
@@ -378,7 +292,7 @@ class AdaptivePolicy:
         self._ghosts[key] = ghost
         run.ghost_keys.add(key)
 
-    def _cut_ghost(self, ghost: _Part, num_blocks: int) -> _Part:
+    def _cut_ghost(self, ghost: Part, num_blocks: int) -> Part:
         """The first blocks of a ghost; the others stay remembered by a key of their own."""
         first, key = ghost.copy(num_blocks), ghost.keys[num_blocks]
         ghost.num_blocks -= num_blocks
@@ -390,7 +304,7 @@ class AdaptivePolicy:
             ghost.run.ghost_keys.add(key)
         return first
 
-    def _drop_ghost(self, key: int) -> _Part:
+    def _drop_ghost(self, key: int) -> Part:
         ghost = self._ghosts.pop(key)
         assert ghost.run is not None  # only runs have ghosts
         ghost.run.ghost_keys.discard(key)
@@ -415,7 +329,7 @@ class AdaptivePolicy:
             if runs:
                 self._next_step_at = min(self._next_step_at, runs[0].born + STEP_ENDS_SECONDS[step])
 
-    def _age(self, run: _Run, now: float) -> None:
+    def _age(self, run: Run, now: float) -> None:
         """Bring a run to the step that it is in now."""
         self._num_aging -= 1
         if run.num_left <= 0:
@@ -429,13 +343,13 @@ class AdaptivePolicy:
         for node_id, depth in run.offered.items():
             self._enqueue(run, node_id, depth)
 
-    def _wait(self, run: _Run) -> None:
+    def _wait(self, run: Run) -> None:
         """Wait for the end of the run's step."""
         self._aging[run.step].append(run)
         self._num_aging += 1
         self._next_step_at = min(self._next_step_at, run.born + STEP_ENDS_SECONDS[run.step])
 
-    def _enqueue(self, run: _Run, node_id: int, depth_blocks: int) -> None:
+    def _enqueue(self, run: Run, node_id: int, depth_blocks: int) -> None:
         name = (run.class_id, run.step)
         cell = self._cells.get(name)
         if cell is None:
@@ -470,7 +384,7 @@ class AdaptivePolicy:
         heapq.heapify(self._order)
 
 
-def _num_equal(ghost: _Part, keys: Sequence[int], first: int) -> int:
+def _num_equal(ghost: Part, keys: Sequence[int], first: int) -> int:
     """How many blocks of a ghost are `keys` from number `first` on. What is not known of it counts as equal."""
     for number, key in enumerate(ghost.keys):
         if first + number >= len(keys) or keys[first + number] != key:
@@ -478,7 +392,7 @@ def _num_equal(ghost: _Part, keys: Sequence[int], first: int) -> int:
     return ghost.num_blocks
 
 
-def _use_bucket(part: _Part) -> int:
+def _use_bucket(part: Part) -> int:
     """0 for a padded block used once, else 1, 2–3, 4–15, 16 and more uses as 1 to 4."""
     if part.is_padded and part.num_uses == 1:
         return 0
