@@ -178,7 +178,14 @@ def main() -> None:
     with ExitStack() as stack:
         paged: dict[str, Paged] = {}
         for side, wish in wishes.items():
-            few = HFRunner.load(copy.deepcopy(model), num_blocks=1, block_tokens=BLOCK_TOKENS, self_test=False, **wish)
+            few = HFRunner.load(
+                copy.deepcopy(model),
+                num_blocks=1,
+                block_tokens=BLOCK_TOKENS,
+                self_test=False,
+                num_threads=threads,
+                **wish,
+            )
             runner = stack.enter_context(few)
             lanes = runner.memory.layout.lanes.num_lanes
             runner.resize((options.context_tokens // BLOCK_TOKENS + 1) * most * lanes)
