@@ -243,6 +243,22 @@ def commands(arguments: argparse.Namespace, model: str) -> dict[str, list[str]]:
     return {peer: known[peer] for peer in arguments.peers.split(",") if peer in known}
 
 
+def outcome(
+    arguments: argparse.Namespace, sides: list[SideProcess], runs: dict[str, dict[str, list[dict[str, Any]]]]
+) -> str:
+    """All figures so far, as JSON."""
+    results = {name: {side.name: summary(runs[name][side.name]) for side in sides} for name in runs}
+    result = {
+        "provenance": provenance(),
+        "settings": {name: value for name, value in vars(arguments).items() if isinstance(value, (int, float, str))},
+        "start_seconds": {side.name: round(side.start_seconds, 2) for side in sides},
+        "results": results,
+        "looseleaf_to_peer": compare(results),
+    }
+    result["settings"].pop("vllm_python", None)
+    return json.dumps(result, indent=2)
+
+
 def main() -> int:
     """Run all workloads on all sides; print or save the figures."""
     arguments = parse_arguments()
@@ -250,6 +266,7 @@ def main() -> int:
     workloads = Workloads(HFTokenizer.load(model), arguments.conversations, arguments.scale)
     names = [name for name in arguments.workloads.split(",") if name != "d" or arguments.conversations]
     sides: list[SideProcess] = []
+    report = ""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in names}
     try:
         for peer, command in commands(arguments, model).items():
@@ -264,22 +281,13 @@ def main() -> int:
                     runs[name].setdefault(side.name, []).append(figures)
                     rate = figures["output_tokens"] / figures["seconds"]
                     print(f"{name} {repeat} {side.name:12} {rate:8.1f} output tokens/s", file=sys.stderr, flush=True)
+            report = outcome(arguments, sides, runs)
+            if arguments.output:  # after each repeat: a run that is cut off has told what it knows
+                arguments.output.write_text(report + "\n", encoding="utf-8")
     finally:
         for side in sides:
             side.close()
-    results = {name: {side.name: summary(runs[name][side.name]) for side in sides} for name in names}
-    result = {
-        "provenance": provenance(),
-        "settings": {name: value for name, value in vars(arguments).items() if isinstance(value, (int, float, str))},
-        "start_seconds": {side.name: round(side.start_seconds, 2) for side in sides},
-        "results": results,
-        "looseleaf_to_peer": compare(results),
-    }
-    result["settings"].pop("vllm_python", None)
-    text = json.dumps(result, indent=2)
-    if arguments.output:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    print(report)
     return 0
 
 
