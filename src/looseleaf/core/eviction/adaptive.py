@@ -55,7 +55,6 @@ class AdaptivePolicy:
         self._cells: dict[tuple[int, int], list[_Entry]] = {}
         self._order: list[tuple[float, int, int]] = []
         self._yields: dict[int, list[float]] = {}
-        self._new_yields: dict[tuple[int, int], float] = {}  # of classes that were not met when these were worked out
         self._recent: set[int] = set()  # classes of runs made since the last table, likely to be met again
 
     # --- what requests do -----------------------------------------------------------------------------------------
@@ -360,12 +359,9 @@ class AdaptivePolicy:
 
     def _yield_of(self, class_id: int, step: int) -> float:
         rates = self._yields.get(class_id)
-        if rates is not None:
-            return rates[step]
-        rate = self._new_yields.get((class_id, step))
-        if rate is None:
-            rate = self._new_yields[class_id, step] = self._table.yield_at(class_id, step)
-        return rate
+        if rates is None:
+            rates = self._yields[class_id] = self._table.yields_of(class_id)
+        return rates[step]
 
     def _recompute(self) -> None:
         """New yields for all classes in use, and cells in their order."""
@@ -379,7 +375,6 @@ class AdaptivePolicy:
         self._recent.clear()
         rates = self._table.yields(class_ids).tolist() if class_ids else []
         self._yields = dict(zip(class_ids, rates, strict=True))
-        self._new_yields.clear()
         self._order = [(self._yields[class_id][step], class_id, step) for class_id, step in self._cells]
         heapq.heapify(self._order)
 

@@ -140,25 +140,34 @@ class HoldingTable:
         hazards: Float64Array = np.clip(special.mean(axis=1), 0.0, 0.999)
         return hazards
 
-    def yield_at(self, class_id: int, step: int) -> float:
-        """The same as `yields`, for one class and step: O(steps) without an array."""
+    def yields_of(self, class_id: int) -> list[float]:
+        """`yields` of one class: [NUM_STEPS]. For one, arrays cost more than they save."""
         (of_all, *middle), special = self._counts[class_id][:3], self._counts[class_id][3:]
         lean = PSEUDO_RUNS * self._weight
-        best = uses = seconds = 0.0
         reach = 1.0
-        for at in range(step, NUM_STEPS):
-            leaned = [lean * (of_all[1][at] + lean * PRIOR_HAZARD) / (of_all[0][at] + lean)]
+        uses, seconds = [0.0], [0.0]
+        for step, duration in enumerate(_STEP_SECONDS):
+            leaned = [lean * (of_all[1][step] + lean * PRIOR_HAZARD) / (of_all[0][step] + lean)]
             for reached, used in middle:
-                leaned.append(lean * (used[at] + leaned[0]) / (reached[at] + lean))
+                leaned.append(lean * (used[step] + leaned[0]) / (reached[step] + lean))
             total = 0.0
             for (reached, used), parent in zip(special, LEANS_ON, strict=True):
-                total += (used[at] + leaned[parent]) / (reached[at] + lean)
+                total += (used[step] + leaned[parent]) / (reached[step] + lean)
             hazard = min(total / len(special), 0.999)
-            uses += reach * hazard
-            seconds += reach * _STEP_SECONDS[at] * (1.0 - hazard / 2.0)
-            best = max(best, uses / seconds)
+            uses.append(uses[-1] + reach * hazard)
+            seconds.append(seconds[-1] + reach * duration * (1.0 - hazard / 2.0))
             reach *= 1.0 - hazard
-        return best
+        return [
+            max(
+                (
+                    (uses[stop] - uses[step]) / (seconds[stop] - seconds[step])
+                    for stop in range(step + 1, NUM_STEPS + 1)
+                    if seconds[stop] > seconds[step]
+                ),
+                default=0.0,  # so few get there that no time is left to tell apart
+            )
+            for step in range(NUM_STEPS)
+        ]
 
     def yields(self, class_ids: Sequence[int]) -> Float64Array:
         """Uses per second and block of holding a run from each step on: [num_classes, NUM_STEPS].
