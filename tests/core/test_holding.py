@@ -165,3 +165,14 @@ def test_describe() -> None:
     """A class is told in words and in the numbers of its buckets."""
     assert SEEN.describe() == "used once, gap 4-7 s, turns 1, output 2-3, new blocks 8-15"
     assert RunClass(0, 0, -1, 0, 1).describe().startswith("a padded block, new conversation")
+
+
+def test_yields_where_nothing_gets_on() -> None:
+    """If nearly all is used at once, steps that next to nothing gets to have a yield all the same, none less than 0."""
+    table = HoldingTable()
+    class_id = table.class_id(SEEN)
+    for step in range(NUM_STEPS):
+        table.reach(class_id, step, 1e12)
+        table.use(class_id, step, 1e12)
+    assert table.yields_of(class_id) == pytest.approx(table.yields([class_id])[0].tolist())
+    assert min(table.yields_of(class_id)) >= 0.0
