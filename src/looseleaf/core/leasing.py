@@ -36,7 +36,6 @@ class LeaseDesk:
         self._block_bytes = store.tree.block_bytes
         self._num_lanes = store.plan.num_lanes
         self._num_opened = self._num_requests = self.num_closed = 0
-        self._tenancy = Tenancy("", "")  # of the last request without layers: most have the same
         self._unsettled: dict[Lease, None] = {}
 
     # --- opening and ending ---------------------------------------------------------------------------------------
@@ -54,11 +53,7 @@ class LeaseDesk:
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
-        tenancy = self._tenancy
-        if layers or namespace != tenancy.namespace:
-            tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
-        if not layers:
-            self._tenancy = tenancy
+        tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
         with self._lock:
             self.settle()
             self._store.expire_pins()
@@ -275,8 +270,8 @@ class LeaseDesk:
     def settle(self) -> None:
         """Store what `commit_many` has left for later: what lengthens runs of which nobody but their lease knows.
         Whoever reads the tree, or what is counted of it, calls this first. O(leases that decoded since)."""
-        while self._unsettled:
-            self.settle_one(next(reversed(self._unsettled)))
+        for lease in list(self._unsettled):
+            self.settle_one(lease)
 
     def settle_one(self, lease: Lease) -> None:
         """Store what was left for later of one lease."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from looseleaf.core.auto_pins import LookUp
 from looseleaf.core.explain import Finding, Moment, WindowCut, explain_lookup
@@ -29,8 +30,7 @@ class Query:
     earlier: Finding | None
 
 
-@dataclass(slots=True)
-class Missing:
+class Missing(NamedTuple):
     """The whole blocks behind what was found. `keys`: their chain keys, int64 [n], None where nobody asked for them.
     `cuts`: the logical blocks at which another run begins when they are stored."""
 
@@ -41,8 +41,7 @@ class Missing:
 NOTHING_MISSING = Missing()
 
 
-@dataclass(slots=True)
-class Found:
+class Found(NamedTuple):
     """What a look-up holds: the last `node` and the block `table` of its path. `missing` is what lies behind it,
     `finding` says why (of a request that comes back: why at first)."""
 

@@ -87,21 +87,14 @@ class PagePool:
     def take_one_each(self, lasts: Sequence[int], growths: Sequence[int | None]) -> Int32Array:
         """One free block for each of several sequences, int32 [len(lasts)]: as `take(1, last, growth)` for one after
         the other. `lasts[i]` -1: a sequence without a block. O(sequences)."""
-        masks, partial, size = self.masks, self.partial, self.blocks_per_page
         blocks: list[int] = []
         for last, growth in zip(lasts, growths, strict=True):
-            page, index = divmod(last + 1, size)
-            mask = masks[page] if index and last >= 0 else -1
-            if mask >> index & 1:
+            page, index = divmod(last + 1, self.blocks_per_page)
+            if index and not self.masks[page] >> index & 1:  # the next one in its page
+                self._set_mask(page, self.masks[page] | 1 << index)
+                blocks.append(last + 1)
+            else:
                 blocks += self.take(1, None if last < 0 else last, growth).tolist()
-                continue
-            masks[page] = mask | 1 << index  # the page has blocks that are taken, at least the last
-            num_free = size - mask.bit_count()
-            del partial[num_free][page]
-            if num_free > 1:
-                partial[num_free - 1][page] = None
-            self.num_free_blocks -= 1
-            blocks.append(last + 1)
         return np.array(blocks, dtype=np.int32)
 
     def give_back(self, blocks: Int32Array) -> None:
@@ -137,21 +130,8 @@ class PagePool:
                     "I3", f"a block of page {page} is given back twice (blocks {blocks.tolist()[:8]}…)"
                 )
             cleared[page] = seen | mask
-        self._clear(cleared)
-
-    def _clear(self, cleared: dict[int, int]) -> None:
-        """Taken blocks of some pages, by page and mask, are free."""
-        masks, partial, size, full = self.masks, self.partial, self.blocks_per_page, self.full_mask
         for page, mask in cleared.items():
-            old = masks[page]
-            masks[page] = left = old ^ mask
-            if old != full:
-                del partial[size - old.bit_count()][page]
-            if left:
-                partial[size - left.bit_count()][page] = None
-            else:
-                self.free_pages.append(page)
-            self.num_free_blocks += mask.bit_count()
+            self._set_mask(page, self.masks[page] ^ mask)
 
     def _whole_pages(self, blocks: Int32Array) -> list[int]:
         """The pages of which `blocks` are all blocks in order; none if they are anything else."""

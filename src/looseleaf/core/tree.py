@@ -165,7 +165,9 @@ class PrefixTree:
 
     def __init__(self, block_tokens: int, num_lanes: int) -> None:
         self.block_bytes = block_tokens * TOKEN_BYTES
-        self.no_blocks: Int32Array = np.empty((0, num_lanes), dtype=np.int32)
+        self.no_blocks: Int32Array = np.empty(
+            (0, num_lanes), dtype=np.int32
+        )  # a table of no rows, for all who have none
         self.roots: dict[Namespace, Node] = {}
         self.nodes: dict[int, Node] = {}
         self.layered: dict[Namespace, dict[int, Node]] = {}  # nodes that begin a layer, by namespace and id
