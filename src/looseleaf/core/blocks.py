@@ -72,6 +72,25 @@ class BlockLedger:
         counts += 1
         self.refs[blocks] = counts
 
+    def hold_run(self, blocks: Int32Array, num_holders: int) -> None:
+        """`hold` for all blocks of a stored run, of any shape, each of which has `num_holders` holders: no need to look
+        at them."""
+        self.refs[blocks] = num_holders + 1
+        if num_holders == 0:
+            self.num_active_blocks += blocks.size
+            self.num_cached_blocks -= blocks.size
+            if self.num_protected_idle_blocks and self.protected[blocks[0]].all():
+                self.num_protected_idle_blocks -= blocks.size
+
+    def drop_run(self, blocks: Int32Array, num_holders: int) -> None:
+        """`drop` for all blocks of a stored run, of any shape, each of which has `num_holders` holders."""
+        self.refs[blocks] = num_holders - 1
+        if num_holders == 1:
+            self.num_active_blocks -= blocks.size
+            self.num_cached_blocks += blocks.size
+            if self.num_protected_blocks and self.protected[blocks[0]].all():
+                self.num_protected_idle_blocks += blocks.size
+
     def drop(self, blocks: Int32Array) -> None:
         """One holder less; blocks without any become CACHED if they are stored, FREE if not."""
         counts = self.refs[blocks]

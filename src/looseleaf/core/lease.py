@@ -44,7 +44,7 @@ class Lease:
         number: int,
         tenancy: Tenancy,
         node: Node,
-        head: bytearray,
+        head: bytes,
         table: Int32Array,
         stores: bool,
         finding: Finding,
@@ -61,7 +61,7 @@ class Lease:
         )
         self.tenancy = tenancy  # in which namespaces its blocks are stored
         self.node = node
-        self.head = head
+        self.head: bytes | bytearray = head  # known tokens, whole blocks, packed; see `know`
         self.table = table
         self.num_blocks = len(table)
         self.views: tuple[Int32Array, ...] | None = None  # what each group holds, read-only, once it was asked for
@@ -301,22 +301,28 @@ class Lease:
     def add_block(self, block: int) -> None:
         """Append one row to a table of one lane; amortised O(1)."""
         if self.num_blocks == len(self.table):
-            self.add_blocks(np.array([[block]], dtype=np.int32))
+            self.add_rows(1)[0] = block
             return
         self.table[self.num_blocks, 0] = block
         self.num_blocks += 1
         self.views = None
 
-    def add_blocks(self, blocks: Int32Array) -> None:
-        """Append rows to the table; amortised O(rows)."""
-        needed = self.num_blocks + len(blocks)
-        if needed > len(self.table):
-            table = np.empty((max(needed, 2 * self.num_blocks), self.table.shape[1]), dtype=np.int32)
-            table[: self.num_blocks] = self.table[: self.num_blocks]
+    def add_rows(self, num_rows: int) -> Int32Array:
+        """Append rows to the table, whose blocks the caller writes: int32 [num_rows, num_lanes]. Amortised O(rows)."""
+        before, after = self.num_blocks, self.num_blocks + num_rows
+        if after > len(self.table):
+            table = np.empty((max(after, 2 * before), self.table.shape[1]), dtype=np.int32)
+            table[:before] = self.table[:before]
             self.table = table
-        self.table[self.num_blocks : needed] = blocks
-        self.num_blocks = needed
+        self.num_blocks = after
         self.views = None
+        return self.table[before:after]
+
+    def know(self, data: bytes) -> None:
+        """Add packed tokens, whole blocks, to what is known: a prompt alone is kept as it came. Amortised O(tokens)."""
+        if isinstance(self.head, bytes):
+            self.head = bytearray(self.head)
+        self.head += data
 
 
 def _in_one_column(table: Int32Array) -> Int32Array:

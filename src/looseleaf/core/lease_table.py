@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from looseleaf.core.tree import ABSENT
 from looseleaf.ids import Int32Array, Int64Array
 
 
@@ -25,11 +24,14 @@ class LeaseTable:
         self._free_rows: list[int] = []
         self._allocate(0)
 
-    def open(self) -> int:
-        """A free row, all zeros but `next_block`, which is -1."""
+    def open(self, num_tokens: int, num_blocks: int) -> int:
+        """A row for a sequence of so many known tokens, of which those of its first `num_blocks` blocks are written,
+        while it has no others: `next_block` is -1."""
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
+        self.num_tokens[row] = num_tokens
+        self.num_reserved[row] = self.num_committed[row] = self.num_places[row] = num_blocks * self.block_tokens
         self.next_block[row] = -1
         return row
 
@@ -82,12 +84,6 @@ class LeaseTable:
         for source, target in zip(old_columns, self._columns(), strict=True):
             target[:before] = source
         self._free_rows.extend(range(after - 1, before - 1, -1))
-
-
-def present(table: Int32Array) -> Int32Array:
-    """The blocks of a table, int32 [n], without ABSENT ones."""
-    blocks: Int32Array = table.ravel()
-    return blocks if table.shape[1] == 1 and (len(blocks) == 0 or blocks[0] != ABSENT) else blocks[blocks != ABSENT]
 
 
 def read_only(table: Int32Array) -> Int32Array:

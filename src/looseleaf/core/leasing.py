@@ -11,7 +11,7 @@ from looseleaf.core.config import GroupPlan
 from looseleaf.core.explain import Finding
 from looseleaf.core.history import FinishedRequest, History
 from looseleaf.core.lease import Lease
-from looseleaf.core.lease_table import LeaseTable, present, read_only
+from looseleaf.core.lease_table import LeaseTable, read_only
 from looseleaf.core.lookup import Query, look_up
 from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
@@ -54,26 +54,23 @@ class LeaseDesk:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
         tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
+        store = self._store
         with self._lock:
-            self.settle()
-            self._store.expire_pins()
+            if self._unsettled:
+                self.settle()
+            store.expire_pins()
             request_id = self._claim(request_id)
-            num_tokens = len(data) // TOKEN_BYTES
             self._num_requests += 1
             number = self._num_requests
             earlier = None if count_lookup else self._history.get(request_id)
             first = None if earlier is None else earlier.finding
             query = Query(data, tenancy, number, reuse, count_lookup, session, first)
-            found = look_up(self._store, query, self._clock)
-            node, table, finding = found.node, found.table, found.finding
-            firsts = [group.first_needed_block(len(table)) for group in self._store.plan.groups]
-            lease = self._make(request_id, number, tenancy, node, data, num_tokens, table, reuse, finding, firsts)
-            lease.missed_keys, lease.cuts = found.missing.keys, list(found.missing.cuts)
-            num_cached = len(table) * self._block_tokens
-            lease.num_cached_tokens = num_cached
+            found = look_up(store, query, self._clock)
+            table = found.table
+            firsts = store.first_needed(len(table))
+            lease = self._make(request_id, number, tenancy, found.node, data, table, reuse, found.finding, firsts)
+            lease.missed_keys, lease.cuts = found.keys, list(found.cuts)
             lease.expected_tokens = expected_tokens
-            self.rows.num_reserved[lease.row] = num_cached
-            self.rows.num_committed[lease.row] = num_cached
             return lease
 
     def fork(self, parent: Lease, request_id: RequestId | None) -> Lease:
@@ -99,11 +96,8 @@ class LeaseDesk:
             self._num_requests += 1
             number = self._num_requests
             stores = parent.stores
-            child = self._make(
-                request_id, number, parent.tenancy, parent.node, data, num_tokens, shared, stores, finding, firsts
-            )
+            child = self._make(request_id, number, parent.tenancy, parent.node, data, shared, stores, finding, firsts)
             self._store.sessions.fork(parent.number, number)
-            child.num_cached_tokens = num_full * self._block_tokens
             child.expected_tokens = parent.expected_tokens
             if num_tail:
                 self.take(child, 1)
@@ -130,21 +124,23 @@ class LeaseDesk:
         tenancy: Tenancy,
         node: Node,
         data: bytes,
-        num_tokens: int,
         table: Int32Array,
         stores: bool,
         finding: Finding,
         firsts: list[int],
     ) -> Lease:
-        row = self.rows.open()
-        num_head = num_tokens // self._block_tokens * self._block_bytes
-        head, tick = bytearray(data[:num_head]), self._store.tick
+        """A lease that knows packed tokens `data` and holds the blocks of `table`, all written; `table` is only read."""
+        num_tokens = len(data) // TOKEN_BYTES
+        row, num_cached = self.rows.open(num_tokens, len(table)), len(table) * self._block_tokens
+        num_tail = num_tokens % self._block_tokens
+        head, tick = data, self._store.tick
+        if num_tail:
+            head = data[: -num_tail * TOKEN_BYTES]
+            self.rows.tail[row, :num_tail] = np.frombuffer(data, dtype=np.int32, offset=len(head))
         lease = Lease(self, row, request_id, number, tenancy, node, head, table, stores, finding, firsts, tick)
-        rest = unpack_tokens(data[num_head:])
-        self.rows.tail[row, : len(rest)] = rest
-        self.rows.num_tokens[row] = num_tokens
-        self.sync(lease, num_reserved=0)
-        lease.num_prompt_tokens = num_tokens
+        lease.num_prompt_tokens, lease.num_cached_tokens = num_tokens, num_cached
+        if self._store.usage.tracks_private:
+            self.count_private(lease)
         self.live[request_id] = lease
         return lease
 
@@ -161,14 +157,15 @@ class LeaseDesk:
             num_output = lease.num_output_tokens
             if num_output is None:
                 num_output = int(self.rows.num_tokens[lease.row]) - lease.num_prompt_tokens
-            blocks = present(lease.table[: lease.num_blocks])
-            self._store.let_go(lease.node, blocks, lease.first_rows, lease.number, num_output)
-            if lease.session is not None:
+            table = lease.table[: lease.num_blocks]
+            self._store.let_go(lease.node, table, lease.first_rows, lease.number, num_output)
+            if lease.finding.session is not None:
                 end = lease.node.nearest_alive()
                 self._store.sessions.end(lease.number, end, self._known_tokens(lease), self._clock())
             lease.is_open = False
             self.num_closed += 1
-            self._store.usage.add_blocks(lease.namespace, private=-lease.num_counted_blocks)
+            if lease.num_counted_blocks:
+                self._store.usage.add_blocks(lease.namespace, private=-lease.num_counted_blocks)
             self.rows.close(lease.row)
             del self.live[lease.request_id]
 
@@ -200,23 +197,26 @@ class LeaseDesk:
         """See `Lease.reserve`."""
         num_tokens = check_count(num_tokens, "reserve")
         with self._lock:
-            if not self.try_reserve(lease, num_tokens):
+            if not self._reserve(lease, num_tokens):
                 raise self._store.out_of_blocks((self.blocks_for(num_tokens) - lease.num_blocks) * self._num_lanes)
 
     def try_reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `Lease.try_reserve`."""
         num_tokens = check_count(num_tokens, "try_reserve")
         with self._lock:
-            self._check_open(lease, "reserve")
-            if num_tokens <= self.rows.num_reserved[lease.row]:
-                return True
-            missing = self.blocks_for(num_tokens) - lease.num_blocks
-            if missing > 0:
-                if not self.make_room([lease], [missing]):
-                    return False
-                self.take(lease, missing)
-            self.sync(lease, num_reserved=num_tokens)
+            return self._reserve(lease, num_tokens)
+
+    def _reserve(self, lease: Lease, num_tokens: int) -> bool:
+        self._check_open(lease, "reserve")
+        if num_tokens <= self.rows.num_reserved[lease.row]:
             return True
+        missing = self.blocks_for(num_tokens) - lease.num_blocks
+        if missing > 0:
+            if not self.make_room([lease], [missing]):
+                return False
+            self.take(lease, missing)
+        self.sync(lease, num_reserved=num_tokens)
+        return True
 
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """See `Lease.append`."""
@@ -225,7 +225,7 @@ class LeaseDesk:
             self._check_open(lease, "append")
             data = self._tail(lease) + data
             num_head = len(data) // self._block_bytes * self._block_bytes
-            lease.head += data[:num_head]
+            lease.know(data[:num_head])
             self._set_tail(lease, data[num_head:])
 
     def commit(self, lease: Lease, num_tokens: int, is_padded: bool) -> None:
@@ -253,7 +253,7 @@ class LeaseDesk:
                 lease.missed_keys = None  # other tokens may follow
                 num_head = num_tokens // self._block_tokens * self._block_bytes
                 data = bytes(lease.head[num_head:]) + self._tail(lease)
-                del lease.head[num_head:]
+                lease.head = lease.head[:num_head]
                 self._set_tail(lease, data[: num_tokens % self._block_tokens * TOKEN_BYTES])
             if num_tokens < rows.num_reserved[row]:
                 keep = self.blocks_for(num_tokens)
@@ -283,6 +283,8 @@ class LeaseDesk:
 
     def make_room(self, leases: Sequence[Lease], num_rows: Sequence[int]) -> bool:
         """Have free what each of these leases is about to take, so many blocks in each lane; False if that can't be."""
+        if sum(num_rows) * self._num_lanes <= self._store.ledger.num_free_blocks:
+            return True
         wanted: dict[Namespace, int] = {}
         for lease, count in zip(leases, num_rows, strict=True):
             wanted[lease.namespace] = wanted.get(lease.namespace, 0) + count * self._num_lanes
@@ -315,8 +317,8 @@ class LeaseDesk:
 
     def committed_blocks(self, lease: Lease) -> bytes:
         """Packed tokens of the committed whole blocks."""
-        num_committed = int(self.rows.num_committed[lease.row])
-        return bytes(lease.head[: num_committed // self._block_tokens * self._block_bytes])
+        num_blocks = int(self.rows.num_committed[lease.row]) // self._block_tokens
+        return bytes(lease.head[: num_blocks * self._block_bytes])
 
     def note_in_flight(self, lease: Lease, num_tokens: int) -> None:
         """See `Lease.note_in_flight`."""
@@ -340,14 +342,17 @@ class LeaseDesk:
                 lease.node.sealed = True
                 first = cut
             self._store_rows(lease, first, last, is_padded)
-            for end in [end for end in lease.expected_ends if end <= last]:
-                lease.expected_ends.remove(end)
-                self._store.mark_end(lease.node, end)
-        for number, group in enumerate(self._store.plan.groups):
-            if group.slides:
-                self._slide(lease, number, group, last)
+            if lease.expected_ends:
+                for end in [end for end in lease.expected_ends if end <= last]:
+                    lease.expected_ends.remove(end)
+                    self._store.mark_end(lease.node, end)
+        if self._store.sliding:
+            for number, group in enumerate(self._store.plan.groups):
+                if group.slides:
+                    self._slide(lease, number, group, last)
         lease.views = None
-        self.sync(lease)
+        if self._store.usage.tracks_private:
+            self.count_private(lease)
 
     def _store_rows(self, lease: Lease, first: int, last: int, is_padded: bool) -> None:
         """Store the logical blocks `first` to `last` (exclusive) of a lease."""
@@ -386,8 +391,9 @@ class LeaseDesk:
         if lease.expected_tokens is not None:
             growth = max(0, self.blocks_for(lease.expected_tokens) - num_blocks - num_rows)
         last = table[num_blocks - 1].tolist() if num_blocks else [ABSENT] * self._num_lanes
-        lanes = [take(num_rows, None if after == ABSENT else after, growth) for after in last]
-        lease.add_blocks(lanes[0][:, None] if len(lanes) == 1 else np.stack(lanes, axis=1))
+        places = lease.add_rows(num_rows)
+        for lane, after in enumerate(last):
+            places[:, lane] = take(num_rows, None if after == ABSENT else after, growth)
 
     def _set_tail(self, lease: Lease, data: bytes) -> None:
         """What is known behind `lease.head`, less than a block; brings the row in line with both."""

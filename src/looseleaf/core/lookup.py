@@ -30,25 +30,16 @@ class Query:
     earlier: Finding | None
 
 
-class Missing(NamedTuple):
-    """The whole blocks behind what was found. `keys`: their chain keys, int64 [n], None where nobody asked for them.
-    `cuts`: the logical blocks at which another run begins when they are stored."""
-
-    keys: Int64Array | None = None
-    cuts: Sequence[int] = ()
-
-
-NOTHING_MISSING = Missing()
-
-
 class Found(NamedTuple):
-    """What a look-up holds: the last `node` and the block `table` of its path. `missing` is what lies behind it,
-    `finding` says why (of a request that comes back: why at first)."""
+    """What a look-up holds: the last `node` and the block `table` of its path, only to be read. `finding` says why (of
+    a request that comes back: why at first). Of the whole blocks behind it, `keys`: their chain keys, int64 [n], None
+    where nobody asked for them; `cuts`: the logical blocks at which another run begins when they are stored."""
 
     node: Node
     table: Int32Array
     finding: Finding
-    missing: Missing
+    keys: Int64Array | None = None
+    cuts: Sequence[int] = ()
 
 
 def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Found:
@@ -59,7 +50,7 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
         finding = Finding("skipped", num_tokens, at_seconds=now, session=query.session)
         if query.is_counted:
             store.misses.record(query.tenancy.namespace, finding)
-        return Found(root, store.tree.no_blocks, finding, NOTHING_MISSING)
+        return Found(root, store.tree.no_blocks, finding)
     if query.session is not None:
         num_prompt_tokens = num_tokens if query.earlier is None else query.earlier.num_prompt_tokens
         is_first = query.is_counted
@@ -75,17 +66,17 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
     finding = explain_lookup(store.tree, node, data, query.tenancy, cut, lost, moment)
     finding.session = query.session
     _tell_pins(store, query, root, node, finding)
-    missing = NOTHING_MISSING
+    cuts: Sequence[int] = ()
     if keys is not None:
         usable = keys[: num_usable - node.end]
         cuts = _tell_others(store, query, node, usable, used_at, found.num_known_blocks, finding)
-        missing = Missing(keys, [node.end + number for number in cuts])
+        cuts = [node.end + number for number in cuts] if cuts else cuts
     if query.session is not None and query.is_counted:
         store.sessions.supersede(query.request, node, data)
     if query.is_counted:
         _count(store, query.tenancy.namespace, finding)
         store.misses.record(query.tenancy.namespace, finding)
-    return Found(node, table, query.earlier or finding, missing)
+    return Found(node, table, query.earlier or finding, keys, cuts)
 
 
 def _count(store: BlockStore, namespace: Namespace, finding: Finding) -> None:

@@ -64,7 +64,7 @@ class ManyLeases:
         data = table.tail[full_rows].tobytes()
         for number, i in enumerate(is_full.nonzero()[0].tolist()):
             lease = leases[i]
-            lease.head += data[number * size : (number + 1) * size]
+            lease.know(data[number * size : (number + 1) * size])
             at = len(lease.head) // size
             if at < lease.num_blocks:
                 table.next_block[lease.row] = lease.table[at]

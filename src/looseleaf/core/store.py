@@ -134,25 +134,34 @@ class BlockStore:
         path = node.path()
         if not path:
             return node, self.tree.no_blocks
-        table: Int32Array = np.concatenate([step.blocks for step in path])
-        for group in self.sliding:
-            table[: group.first_needed_block(node.end), group.lanes] = ABSENT
-        self._hold_path(path, table[table != ABSENT] if self.sliding else table.ravel(), request)
+        table = path[0].blocks if len(path) == 1 else np.concatenate([step.blocks for step in path])
         if self.sliding:
-            self._mark_needed(node, self._first_needed(node.end))
+            firsts = self.first_needed(node.end)
+            table = table.copy()
+            for group, first in zip(self.plan.groups, firsts, strict=True):
+                table[:first, group.lanes] = ABSENT
+            self.ledger.hold(table[table != ABSENT])
+        self._hold_path(path, request)
+        if self.sliding:
+            self._mark_needed(node, firsts)
         return node, table
 
-    def let_go(self, node: Node, blocks: Int32Array, firsts: list[int], request: int, num_output_tokens: int) -> None:
-        """Undo `hold`: drop one holder of `blocks` [n], of which those stored lie on the path down to `node`, in each
-        group from the logical block of `firsts` on. Its request has ended after so many output tokens."""
+    def let_go(self, node: Node, table: Int32Array, firsts: list[int], request: int, num_output_tokens: int) -> None:
+        """Undo `hold`: drop one holder of a block `table`, of which what is stored lies on the path down to `node`, in
+        each group from the logical block of `firsts` on. Its request has ended after so many output tokens."""
         node = node.nearest_alive()
         path = node.path()
-        self.ledger.drop(blocks)
         use = self.next_use(request)
         tick, seconds, _ = use
         for step in path:
+            if not self.sliding:
+                self.ledger.drop_run(step.blocks, step.num_holders)
             step.num_holders -= 1
             step.last_tick, step.last_used_at = tick, seconds
+        if self.sliding:
+            self.ledger.drop(table[table != ABSENT])
+        elif node.end < len(table):
+            self.ledger.drop(table[node.end :].ravel())
         self.victims.on_released(path, use, num_output_tokens)
         if self.sliding:
             self._mark_needed(node, firsts)
@@ -185,12 +194,15 @@ class BlockStore:
             self._seconds = now
         return Use(self.tick, self._seconds, request)
 
-    def _hold_path(self, path: list[Node], blocks: Int32Array, request: int) -> None:
-        self.ledger.hold(blocks)
+    def _hold_path(self, path: list[Node], request: int) -> None:
+        """One more holder for the runs of a path, to whom a use counts. Where groups slide, the caller counts that of
+        their blocks."""
         path[-1].sealed = True
         use = self.next_use(request)
         tick, seconds, _ = use
         for node in path:
+            if not self.sliding:
+                self.ledger.hold_run(node.blocks, node.num_holders)
             node.num_holders += 1
             node.num_uses += 1
             node.last_tick, node.last_used_at = tick, seconds
@@ -199,13 +211,16 @@ class BlockStore:
         self.victims.review(path[-1])
         self.victims.on_hit(path, use)
 
-    def _first_needed(self, num_blocks: int) -> list[int]:
+    def first_needed(self, num_blocks: int) -> list[int]:
+        """The first logical block that each group needs to go on behind `num_blocks` blocks."""
+        if not self.sliding:
+            return [0] * len(self.plan.groups)
         return [group.first_needed_block(num_blocks) for group in self.plan.groups]
 
     def mark_end(self, node: Node, num_blocks: int) -> None:
         """Somebody will go on behind the first `num_blocks` blocks of the path down to `node`."""
         node = node.nearest_alive()
-        self._mark_needed(node, self._first_needed(num_blocks), num_blocks)
+        self._mark_needed(node, self.first_needed(num_blocks), num_blocks)
 
     def _mark_needed(self, node: Node, firsts: list[int], end: int | None = None) -> None:
         """A look-up or a lease ended at `node`, or in its path after `end` blocks, and needed, or held, each group's
@@ -268,12 +283,14 @@ class BlockStore:
     def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
         """A holder of own copies `blocks` of the node's run takes the stored ones, and stores those that are absent."""
         own, stored = blocks.flatten(), node.blocks.ravel()
-        if self.sliding and (stored == ABSENT).any():
-            self._fill(node, blocks)
-            is_own = blocks != node.blocks
-            own, stored = blocks[is_own], node.blocks[is_own]
-            self.pins.marks.on_filled(node)
-        self._hold_path([node], stored, request)
+        if self.sliding:
+            if (stored == ABSENT).any():
+                self._fill(node, blocks)
+                is_own = blocks != node.blocks
+                own, stored = blocks[is_own], node.blocks[is_own]
+                self.pins.marks.on_filled(node)
+            self.ledger.hold(stored)
+        self._hold_path([node], request)
         self.ledger.drop(own)
         blocks[:] = node.blocks
 
@@ -314,7 +331,7 @@ class BlockStore:
                 node.marks.extend(len(blocks), tick)
         else:
             if self.sliding and not holder.own_node:  # runs part here: others may end here too
-                self._mark_needed(node, self._first_needed(node.end))
+                self._mark_needed(node, self.first_needed(node.end))
             leaf = self.tree.insert(node, data, blocks, namespace)
             leaf.num_holders = 1
             leaf.sealed = holder.is_padded
