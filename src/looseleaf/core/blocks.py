@@ -131,6 +131,15 @@ class BlockLedger:
         self.pool.give_back(idle)
         return len(idle)
 
+    def forget_run(self, blocks: Int32Array, num_holders: int) -> int:
+        """`forget` for all blocks of a stored run, [n], each of which has `num_holders` holders."""
+        self.stored[blocks] = False
+        if num_holders:
+            return 0
+        self.num_cached_blocks -= len(blocks)
+        self.pool.give_back(blocks)
+        return len(blocks)
+
     def move(self, from_blocks: Int32Array, to_blocks: Int32Array, num_pages: int) -> None:
         """Take over the state of `from_blocks` [n] at free `to_blocks` [n], in a pool of `num_pages` pages from now on;
         no other taken block may lie beyond it. O(blocks)."""

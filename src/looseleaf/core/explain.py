@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from looseleaf.core.forgotten import CLEARED, EXPENDED, OVER_QUOTA, ForgottenBlock
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES, unpack_tokens
-from looseleaf.core.tree import Node, PrefixTree
+from looseleaf.core.tree import Continuations, Node, PrefixTree
 
 Reason: TypeAlias = Literal[
     "full_hit", "never_seen", "evicted", "other_namespace", "diverged", "below_one_block", "window_cut", "not_admitted",
@@ -162,7 +162,7 @@ class Nearest:
     num_tokens: int
 
 
-def nearest_continuation(continuations: dict[bytes, Node], block: bytes) -> Nearest:
+def nearest_continuation(continuations: Continuations, block: bytes) -> Nearest:
     """That of some continuations, oldest first, that begins most like `block`; the newest of those that begin alike."""
     first = block[:TOKEN_BYTES]
     best, num_best = None, 0

@@ -24,7 +24,10 @@ EXPENDED = 3
 OVER_QUOTA = 5
 """Evicted since its namespace stored more than its quota."""
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the low bits over the table
+_MIX_WORD = np.uint64(_MIX)
 _MASK = 2**64 - 1
+_CAUSE_BITS = 3
+_CAUSES = (1 << _CAUSE_BITS) - 1
 
 
 class ForgottenBlock(NamedTuple):
@@ -50,31 +53,34 @@ class ForgottenTable:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         size = max(MIN_ENTRIES, 1 << (4 * num_blocks - 1).bit_length())
         self._shift = 64 - (size.bit_length() - 1)
+        self._shift_word = np.uint64(self._shift)
         self._chain = ChainKeys(block_bytes)
         self._block_bytes = block_bytes
-        self._keys = np.zeros(size, dtype=np.int64)
-        self._times = np.zeros(size, dtype=np.float64)
-        self._counts = np.zeros(size, dtype=np.int64)
-        self._causes = np.zeros(size, dtype=np.uint8)
+        # An entry is a row of three words, so that it is written and read in one place of memory: its key, when, and
+        # the blocks evicted by then with the cause below them.
+        self._entries = np.zeros((size, 3), dtype=np.int64)
+        self._keys = self._entries[:, 0]
+        self._times = self._entries.view(np.float64)[:, 1]
+        self._counts = self._entries[:, 2]
         self.is_empty = True
 
-    def record(self, node: Node, num_tail_blocks: int, cause: int, now_seconds: float, num_evicted: int) -> None:
-        """Note that the last blocks of a node's run are about to be forgotten, and that with them `num_evicted` blocks
+    def record(self, keys: Int64Array, cause: int, now_seconds: float, num_evicted: int) -> None:
+        """Note that blocks with these chain keys [n] are about to be forgotten, and that with them `num_evicted` blocks
         were evicted since the start."""
-        keys = self.keys_of(node)[node.num_blocks - num_tail_blocks :]
-        places = self._places(keys)
-        self._keys[places] = keys
-        self._times[places] = now_seconds
-        self._counts[places] = num_evicted
-        self._causes[places] = cause
+        entries = np.empty((len(keys), 3), dtype=np.int64)
+        entries[:, 0] = keys
+        entries.view(np.float64)[:, 1] = now_seconds
+        entries[:, 2] = num_evicted << _CAUSE_BITS | cause
+        self._entries[self._places(keys)] = entries
         self.is_empty = False
 
     def look_up(self, key: int) -> ForgottenBlock | None:
         """What is remembered of the block with this chain key."""
         place = (key * _MIX & _MASK) >> self._shift
-        if self._keys[place] != key or not self._causes[place]:
+        known, _, count = self._entries[place].tolist()
+        if known != key or not count & _CAUSES:
             return None
-        return ForgottenBlock(float(self._times[place]), int(self._counts[place]), int(self._causes[place]))
+        return ForgottenBlock(float(self._times[place]), count >> _CAUSE_BITS, count & _CAUSES)
 
     def keys_behind(self, node: Node, data: bytes, borders: Sequence[Border] = ()) -> Int64Array:
         """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n].
@@ -95,24 +101,26 @@ class ForgottenTable:
         """Those of a prompt's blocks, by their chain keys [n], that are remembered as evicted, up to the last that is:
         one between them that is not was overwritten in the table."""
         places = self._places(keys)
-        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] & 1 == 1))  # all but cleared
+        known = np.flatnonzero((self._keys[places] == keys) & (self._counts[places] & 1 == 1))  # all but cleared
         count = int(known[-1]) + 1 if len(known) else 0
         nearest = known[np.searchsorted(known, np.arange(count))]  # itself, or the next that is known
-        return EvictedRun(keys[:count], self._counts[places[nearest]])
+        return EvictedRun(keys[:count], self._counts[places[nearest]] >> _CAUSE_BITS)
 
     def num_cleared(self, keys: Int64Array) -> int:
         """How many of a prompt's blocks, by their chain keys [n], are remembered as cleared, up to the last that is."""
         places = self._places(keys)
-        known = np.flatnonzero((self._keys[places] == keys) & (self._causes[places] == CLEARED))
+        known = np.flatnonzero((self._keys[places] == keys) & (self._counts[places] & _CAUSES == CLEARED))
         return int(known[-1]) + 1 if len(known) else 0
 
     def keys_of(self, node: Node) -> Int64Array:
         """Chain keys of a node's blocks, int64 [num_blocks]; worked out once and kept in the nodes of its path."""
-        for step in node.path():
-            if step.chain_keys is None:
-                step.chain_keys = self._chain.behind(self._base_key(step), step.tokens)
-        assert node.chain_keys is not None  # set in the loop
-        return node.chain_keys
+        keys = node.chain_keys
+        for step in node.path() if keys is None else ():
+            keys = step.chain_keys
+            if keys is None:
+                keys = step.chain_keys = self._chain.behind(self._base_key(step), step.tokens)
+        assert keys is not None  # those of the last step, the node
+        return keys
 
     def end_keys(self, node: Node) -> list[int]:
         """Chain keys at the ends of the nodes of a path. O(path) once its keys are worked out."""
@@ -141,6 +149,7 @@ class ForgottenTable:
         return int(node.chain_keys[-1])
 
     def _places(self, keys: Int64Array) -> Int64Array:
-        mixed = keys.view(np.uint64) * np.uint64(_MIX)
-        places: Int64Array = (mixed >> np.uint64(self._shift)).astype(np.int64)
+        mixed = keys.view(np.uint64) * _MIX_WORD
+        mixed >>= self._shift_word
+        places: Int64Array = mixed.view(np.int64)
         return places

@@ -17,6 +17,7 @@ from looseleaf.core.namespaces import NamespaceLayer, Tenancy
 from looseleaf.core.store import BlockStore, Holder
 from looseleaf.core.tokens import TOKEN_BYTES, Tokens, check_count, pack_tokens, unpack_tokens
 from looseleaf.core.tree import ABSENT, Node
+from looseleaf.core.usage import MAX_NAMES
 from looseleaf.errors import CommitBeyondReserved, DuplicateRequest, LeaseClosed, RequestError, TruncateBelowCommitted
 from looseleaf.ids import Int32Array, Namespace, RequestId
 
@@ -37,6 +38,7 @@ class LeaseDesk:
         self._num_lanes = store.plan.num_lanes
         self._num_opened = self._num_requests = self.num_closed = 0
         self._unsettled: dict[Lease, None] = {}
+        self._tenancies: dict[Namespace, Tenancy] = {}
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 
@@ -53,7 +55,7 @@ class LeaseDesk:
     ) -> Lease:
         """Match `prompt` and hold what is found; see `CacheManager.lease`."""
         data = pack_tokens(prompt)
-        tenancy = Tenancy.of(namespace, layers, len(data) // TOKEN_BYTES, self._block_tokens)
+        tenancy = self._tenancy(namespace, layers, len(data) // TOKEN_BYTES)
         store = self._store
         with self._lock:
             if self._unsettled:
@@ -107,6 +109,17 @@ class LeaseDesk:
             self.rows.num_committed[child.row] = num_committed
             return child
 
+    def _tenancy(self, namespace: Namespace, layers: Sequence[NamespaceLayer], num_tokens: int) -> Tenancy:
+        """`Tenancy.of`; all requests of a namespace without layers share one."""
+        if layers or not isinstance(namespace, str):
+            return Tenancy.of(namespace, layers, num_tokens, self._block_tokens)
+        tenancy = self._tenancies.get(namespace)
+        if tenancy is None:
+            if len(self._tenancies) >= MAX_NAMES:
+                self._tenancies.clear()
+            tenancy = self._tenancies[namespace] = Tenancy(namespace, namespace)
+        return tenancy
+
     def _claim(self, request_id: RequestId | None) -> RequestId:
         while request_id is None:
             self._num_opened += 1
@@ -129,7 +142,7 @@ class LeaseDesk:
         finding: Finding,
         firsts: list[int],
     ) -> Lease:
-        """A lease that knows packed tokens `data` and holds the blocks of `table`, all written; `table` is only read."""
+        """A lease that knows packed tokens `data` and holds the blocks of `table`, which is only read."""
         num_tokens = len(data) // TOKEN_BYTES
         row, num_cached = self.rows.open(num_tokens, len(table)), len(table) * self._block_tokens
         num_tail = num_tokens % self._block_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -123,7 +124,8 @@ def _tell_others(
     it, and to automatic pinning. At which of them the policy wants another run to begin."""
     cuts: Sequence[int] = ()
     if store.victims.policy.uses_keys:
-        cuts = store.victims.on_missed(keys.tolist(), store.next_use(query.request), query.tenancy, node.end)
+        told = array("q", keys.tobytes())
+        cuts = store.victims.on_missed(told, store.next_use(query.request), query.tenancy, node.end)
     block_tokens = store.plan.block_tokens
     if finding.reason == "cleared":
         finding.num_lost_tokens = store.forgotten.num_cleared(keys) * block_tokens

@@ -26,6 +26,7 @@ class PagePool:
         self.blocks_per_page = blocks_per_page
         self.full_mask = (1 << blocks_per_page) - 1
         self._indices = np.arange(blocks_per_page, dtype=np.int32)
+        self._page_bytes = self._indices.tobytes()
         self._bits = np.left_shift(np.uint64(1), np.arange(blocks_per_page, dtype=np.uint64))
         self._set_up(num_pages, [0] * num_pages)
 
@@ -135,10 +136,12 @@ class PagePool:
 
     def _whole_pages(self, blocks: Int32Array) -> list[int]:
         """The pages of which `blocks` are all blocks in order; none if they are anything else."""
-        by_page = blocks.reshape(-1, self.blocks_per_page)
-        pages = by_page[:, 0] // self.blocks_per_page
-        is_whole: bool = np.array_equal(by_page, (pages * self.blocks_per_page)[:, None] + self._indices)
-        return pages.tolist() if is_whole else []
+        firsts = blocks[:: self.blocks_per_page]
+        offsets = blocks - firsts.repeat(self.blocks_per_page)
+        if offsets.tobytes() != self._page_bytes * len(firsts):
+            return []
+        numbers = [divmod(first, self.blocks_per_page) for first in firsts.tolist()]
+        return [] if any(index for _, index in numbers) else [page for page, _ in numbers]
 
     def _give_back_pages(self, pages: list[int]) -> None:
         """Return whole pages."""

@@ -110,7 +110,7 @@ class PinMarks:
         else:
             if not node.is_pinned:
                 self._count(node, 0, num_blocks)
-            node.soft_priorities.append(hold.priority)
+            node.soft_priorities += (hold.priority,)
         node.sealed = True
         self._victims.review(node)
 
@@ -123,7 +123,8 @@ class PinMarks:
                 self._count(node, -num_blocks, num_blocks if node.soft_priorities else 0)
                 self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), False)
         else:
-            node.soft_priorities.remove(hold.priority)
+            at = node.soft_priorities.index(hold.priority)
+            node.soft_priorities = node.soft_priorities[:at] + node.soft_priorities[at + 1 :]
             if not node.is_pinned:
                 self._count(node, 0, -num_blocks)
         self._victims.review(node)

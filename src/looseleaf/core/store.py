@@ -168,7 +168,8 @@ class BlockStore:
         self.victims.review(node)
         if node.is_root:
             self.drop_if_empty(node)
-        self.quotas.keep()
+        if self.usage.over_quota:
+            self.quotas.keep()
 
     def share(self, node: Node, blocks: Int32Array) -> None:
         """One more holder for blocks that have one; those stored lie on the path down to `node`. Not a use for the
@@ -277,7 +278,8 @@ class BlockStore:
             self._change_over(child, blocks[at : at + num_equal], holder.request)
             node, at = child, at + num_equal
             own_node = False
-        self.quotas.keep()
+        if self.usage.over_quota:
+            self.quotas.keep()
         return node, own_node
 
     def _change_over(self, node: Node, blocks: Int32Array, request: int) -> None:
@@ -349,7 +351,7 @@ class BlockStore:
             keys = self.forgotten.keys_of(leaf)[first:]
             parent = self.forgotten.key_before(leaf, first)
             self.on_event(BlocksStored(leaf.namespace, parent, keys, blocks.copy(), unpack_tokens(data)))
-        if leaf is not node:
+        if leaf is not node and self.pins.anchorages:
             self.pins.on_stored_below(node, namespace, data[: self.tree.block_bytes])
         return leaf
 
@@ -485,9 +487,10 @@ class BlockStore:
             cause = EXPENDED  # says nothing of how long blocks live
         elif cause == EVICTED and not was_kept:
             self.pressure.on_evicted(len(blocks), node.last_used_at)
-        self.forgotten.record(node, num_blocks, cause, self._clock(), self.pressure.num_evicted_blocks)
+        self.forgotten.record(keys, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
-        num_freed = self.ledger.forget(blocks)
+        forgets_run = not self.sliding
+        num_freed = self.ledger.forget_run(blocks, node.num_holders) if forgets_run else self.ledger.forget(blocks)
         self.usage.add_blocks(node.namespace, stored=-len(blocks))
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)

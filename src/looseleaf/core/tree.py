@@ -18,7 +18,8 @@ own continuations and from those of every other namespace:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
 ABSENT = -1
 """Stands in a block table where a group holds no block."""
+
+Continuations: TypeAlias = "dict[bytes, Node] | MappingProxyType[bytes, Node]"
+"""Stored runs by their first block, oldest first."""
+
+_NO_CHILDREN: Final[Continuations] = MappingProxyType({})
+"""Of all leaves: most nodes are, and a dictionary each would be the most that they cost."""
 
 
 class Node:
@@ -74,7 +81,7 @@ class Node:
         self.blocks = blocks
         self.marks: RowMarks | None = None
         self.end: int = (parent.end if parent else 0) + len(blocks)
-        self.children: dict[bytes, Node] = {}
+        self.children: Continuations = _NO_CHILDREN  # changed by the tree only
         self.layers: dict[Namespace, dict[bytes, Node]] | None = None
         self.num_holders = 0
         self.num_uses = 1
@@ -83,7 +90,7 @@ class Node:
         self.alive = True
         self.sealed = False
         self.num_hard_pins = 0
-        self.soft_priorities: list[int] = []
+        self.soft_priorities: tuple[int, ...] = ()
         self.queue = ""
         self.session: SessionRecord | None = None
         self.chain_keys: Int64Array | None = None
@@ -188,11 +195,11 @@ class PrefixTree:
         """Namespaces that store something, or for whose tokens a pin waits."""
         return len(self.roots.keys() | self.layered.keys())
 
-    def continuations(self, node: Node, namespace: Namespace) -> dict[bytes, Node]:
+    def continuations(self, node: Node, namespace: Namespace) -> Continuations:
         """What goes on behind a node in a namespace, by first block, oldest first; only to be read."""
         if namespace == node.namespace:
             return node.children
-        return {} if node.layers is None else node.layers.get(namespace, {})
+        return _NO_CHILDREN if node.layers is None else node.layers.get(namespace, _NO_CHILDREN)
 
     def is_elsewhere(self, node: Node, block: bytes, namespace: Namespace) -> bool:
         """True if `block` is stored right behind `node`, or at the begin, in another namespace than this one, in which
@@ -247,15 +254,16 @@ class PrefixTree:
         namespace = parent.namespace if namespace is None else namespace
         node = Node(self._new_id(), parent, namespace, tokens, blocks)
         key = tokens[: self.block_bytes]
-        if node.begins_layer:
+        begins_layer = namespace != parent.namespace
+        if begins_layer:
             if parent.layers is None:
                 parent.layers = {}
             parent.layers.setdefault(namespace, {})[key] = node
             self.layered.setdefault(namespace, {})[node.id] = node
         else:
-            parent.children[key] = node
+            _children(parent)[key] = node
         self.nodes[node.id] = node
-        if parent.is_root or node.begins_layer:
+        if parent.parent is None or begins_layer:
             first = self._first_key(parent, key)
             self.first_blocks[first] = self.first_blocks.get(first, 0) + 1
         return node
@@ -285,17 +293,17 @@ class PrefixTree:
             del self.layered[node.namespace][node.id]
             self.layered[node.namespace][upper.id] = upper
         else:
-            parent.children[node.tokens[: self.block_bytes]] = upper
+            _children(parent)[node.tokens[: self.block_bytes]] = upper
         node.tokens = node.tokens[cut:]
         node.blocks = node.blocks[num_blocks:].copy()
         node.parent = upper
-        upper.children[node.tokens[: self.block_bytes]] = node
+        _children(upper)[node.tokens[: self.block_bytes]] = node
         upper.marks = None if node.marks is None else node.marks.cut(num_blocks)
         upper.num_holders, upper.num_uses = node.num_holders, node.num_uses
         upper.last_tick, upper.last_used_at = node.last_tick, node.last_used_at
         upper.sealed = True
         upper.num_hard_pins = node.num_hard_pins
-        upper.soft_priorities = list(node.soft_priorities)
+        upper.soft_priorities = node.soft_priorities
         upper.session = node.session
         if node.chain_keys is not None:
             upper.chain_keys = node.chain_keys[:num_blocks].copy()
@@ -321,7 +329,7 @@ class PrefixTree:
         if node.begins_layer:
             self._remove_from_layer(parent, node, key)
         else:
-            del parent.children[key]
+            del _children(parent)[key]
         del self.nodes[node.id]
         node.alive = False
         if parent.is_root or node.begins_layer:
@@ -353,3 +361,10 @@ class PrefixTree:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _children(node: Node) -> dict[bytes, Node]:
+    """The children of a node, to be changed."""
+    if not isinstance(node.children, dict):
+        node.children = {}
+    return node.children

@@ -82,7 +82,8 @@ class AdaptivePolicy:
         request = self._opened(use)
         cuts: list[int] = []
         num_seen = 0
-        for number, key in () if self._ghosts.keys().isdisjoint(keys) else enumerate(keys):
+        is_all_new = not self._ghosts or self._ghosts.keys().isdisjoint(keys)
+        for number, key in () if is_all_new else enumerate(keys):
             ghost = self._ghosts.get(key)
             if ghost is None:
                 continue
@@ -98,7 +99,7 @@ class AdaptivePolicy:
                 self._leave(ghost)
         request.num_new = len(keys) - num_seen
         request.keys, request.num_stored = keys, 0
-        return sorted({cut for cut in cuts if 0 < cut < len(keys)})
+        return sorted({cut for cut in cuts if 0 < cut < len(keys)}) if cuts else cuts
 
     def insert(self, node_id: int, run: StoredRun, use: Use) -> None:
         """A first use, or one more for what was evicted before."""
@@ -170,14 +171,14 @@ class AdaptivePolicy:
             run = self._new_run(run_class, part.last_tick, part.last_used)
             self._join(part, run)
             self._count(run)
-        run.offered[node_id] = depth_blocks
+        run.offer(node_id, depth_blocks)
         self._enqueue(run, node_id, depth_blocks)
 
     def withdraw(self, node_id: int) -> None:
         """O(1)."""
         run = self._parts[node_id].run
         if run is not None:
-            run.offered.pop(node_id, None)
+            run.withdraw(node_id)
 
     def victim(self) -> int | None:
         """O(log offered), amortised: outdated entries go when they surface."""
@@ -243,7 +244,7 @@ class AdaptivePolicy:
             self._num_counted_blocks -= oldest.num_left
             for key in oldest.ghost_keys:
                 oldest.num_left -= self._ghosts.pop(key).num_blocks
-            oldest.ghost_keys.clear()
+            oldest.ghost_keys = frozenset()
 
     def _drop_used_runs(self) -> None:
         """Take runs of which nothing is left out of the lists. O(runs), when these have doubled."""
@@ -289,7 +290,7 @@ class AdaptivePolicy:
             self._take_out(self._drop_ghost(key))
         part.ghost_key = key
         self._ghosts[key] = ghost
-        run.ghost_keys.add(key)
+        run.add_ghost(key)
 
     def _cut_ghost(self, ghost: Part, num_blocks: int) -> Part:
         """The first blocks of a ghost; the others stay remembered by a key of their own."""
@@ -300,13 +301,13 @@ class AdaptivePolicy:
             self._take_out(ghost)
         else:
             self._ghosts[key] = ghost
-            ghost.run.ghost_keys.add(key)
+            ghost.run.add_ghost(key)
         return first
 
     def _drop_ghost(self, key: int) -> Part:
         ghost = self._ghosts.pop(key)
         assert ghost.run is not None  # only runs have ghosts
-        ghost.run.ghost_keys.discard(key)
+        ghost.run.drop_ghost(key)
         return ghost
 
     # --- ages and cells -------------------------------------------------------------------------------------------
@@ -322,7 +323,10 @@ class AdaptivePolicy:
             return
         self._next_step_at = math.inf
         for step in range(NUM_STEPS - 2, -1, -1):
-            runs, born = self._aging[step], now - STEP_ENDS_SECONDS[step]
+            runs = self._aging[step]
+            if not runs:
+                continue
+            born = now - STEP_ENDS_SECONDS[step]
             while runs and runs[0].born <= born:
                 self._age(runs.popleft(), now)
             if runs:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from looseleaf.core.eviction.holding import RunClass
 from looseleaf.core.eviction.policy import StoredRun, Use
 
 MAX_TURNS = 4
+
+_NONE_OFFERED: Final[Mapping[int, int]] = MappingProxyType({})
+_NO_GHOSTS: Final[frozenset[int]] = frozenset()
+_NO_KEYS: Final = array("q")
 
 
 class Run:
@@ -29,8 +35,29 @@ class Run:
         self.born = born
         self.step = self.num_blocks = self.num_left = 0
         self.is_counted = True
-        self.ghost_keys: set[int] = set()
-        self.offered: dict[int, int] = {}
+        self.ghost_keys: set[int] | frozenset[int] = _NO_GHOSTS  # a set of its own from the first one on
+        self.offered: Mapping[int, int] = _NONE_OFFERED  # most have none or one
+
+    def offer(self, node_id: int, depth_blocks: int) -> None:
+        """One of its parts may be evicted. Only leaves are, of which a run has one but for rare cases."""
+        self.offered = {**self.offered, node_id: depth_blocks}
+
+    def withdraw(self, node_id: int) -> None:
+        """The part may not be evicted any more, if it was offered."""
+        if node_id in self.offered:
+            left = {node: depth for node, depth in self.offered.items() if node != node_id}
+            self.offered = left or _NONE_OFFERED
+
+    def add_ghost(self, key: int) -> None:
+        """A part of it was evicted and is remembered by `key`."""
+        if isinstance(self.ghost_keys, frozenset):
+            self.ghost_keys = set()
+        self.ghost_keys.add(key)
+
+    def drop_ghost(self, key: int) -> None:
+        """It is remembered no more."""
+        if isinstance(self.ghost_keys, set):
+            self.ghost_keys.discard(key)
 
 
 class Part:
@@ -51,7 +78,7 @@ class Part:
         self.last_request = self.last_tick = 0
         self.last_used = 0.0
         self.ghost_key = 0
-        self.keys = array("q")
+        self.keys: array[int] = _NO_KEYS
 
     def use(self, use: Use) -> None:
         """A request uses it."""
@@ -75,7 +102,7 @@ class OpenRequest:
         self.seen_at: float | None = None  # when the conversation that it continues was last used
         self.turns = self.num_new = self.num_stored = 0
         self.ghost_uses: dict[int, int] = {}
-        self.keys: Sequence[int] = ()  # of what it did not find, of which `num_stored` are behind it
+        self.keys: Sequence[int] = _NO_KEYS  # of what it did not find, of which `num_stored` are behind it
 
     def take_keys(self, run: StoredRun) -> array[int]:
         """Those of a run that it stores now; none where they are not known. O(blocks of the run) in the order of a
