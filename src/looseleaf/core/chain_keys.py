@@ -43,36 +43,36 @@ class ChainKeys:
         self._word = np.dtype(np.uint64 if block_bytes % 8 == 0 else np.uint32)
         self._block_words = block_bytes // self._word.itemsize
         self._shift = self._word.type(29)
+        self._is_wide = self._word.itemsize == 8
         raw = np.random.PCG64(0x10051EAF).random_raw(self._block_words)  # a stream that numpy promises not to change
         self._factors: npt.NDArray[np.uint64] = raw | np.uint64(1)
-        self._powers = self._inverses = np.ones(1, dtype=np.uint64)
+        self._powers = self._scales = np.empty(0, dtype=np.uint64)
 
     def behind(self, key: int, data: bytes | memoryview) -> Int64Array:
         """Keys of the whole blocks of packed tokens `data` behind what has `key`: int64 [n]. O(tokens)."""
         count = len(data) // (self._word.itemsize * self._block_words)
-        if count >= len(self._powers):
+        if count > len(self._powers):
             self._grow(2 * count)
         packed = np.frombuffer(data, dtype=self._word, count=count * self._block_words)
         words = packed >> self._shift
         words ^= packed
-        hashes = words.reshape(count, self._block_words).astype(np.uint64, copy=False) @ self._factors
+        words = words.reshape(count, self._block_words)
+        hashes = (words if self._is_wide else words.astype(np.uint64)) @ self._factors
         hashes ^= hashes >> _HALF
-        hashes *= _MIX
-        hashes *= self._inverses[1 : count + 1]
+        hashes *= self._scales[:count]
+        if count:
+            hashes[0] = (int(hashes[0]) + key) & _MASK
         sums = np.add.accumulate(hashes, out=hashes)
-        sums += np.uint64(key & _MASK)
-        sums *= self._powers[1 : count + 1]
+        sums *= self._powers[:count]
         keys: Int64Array = sums.view(np.int64)
         return keys
 
     def _grow(self, count: int) -> None:
-        """Powers of the step and of its inverse, up to `count`."""
+        """Powers 1 to `count` of the step, and of its inverse, times what hashes are mixed with."""
         self._powers = _powers(_STEP, count)
-        self._inverses = _powers(pow(_STEP, -1, 2**64), count)
+        self._scales = _powers(pow(_STEP, -1, 2**64), count) * _MIX
 
 
 def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
-    factors = np.full(count + 1, base, dtype=np.uint64)
-    factors[0] = 1
-    powers: npt.NDArray[np.uint64] = np.cumprod(factors, dtype=np.uint64)
+    powers: npt.NDArray[np.uint64] = np.cumprod(np.full(count, base, dtype=np.uint64), dtype=np.uint64)
     return powers

@@ -56,29 +56,25 @@ class ForgottenTable:
         self._shift_word = np.uint64(self._shift)
         self._chain = ChainKeys(block_bytes)
         self._block_bytes = block_bytes
-        # An entry is a row of three words, so that it is written and read in one place of memory: its key, when, and
-        # the blocks evicted by then with the cause below them.
-        self._entries = np.zeros((size, 3), dtype=np.int64)
-        self._keys = self._entries[:, 0]
-        self._times = self._entries.view(np.float64)[:, 1]
-        self._counts = self._entries[:, 2]
+        self._keys = np.zeros(size, dtype=np.int64)
+        self._times = np.zeros(size, dtype=np.float64)
+        self._counts = np.zeros(size, dtype=np.int64)  # blocks evicted by then, and below them the cause
         self.is_empty = True
 
     def record(self, keys: Int64Array, cause: int, now_seconds: float, num_evicted: int) -> None:
         """Note that blocks with these chain keys [n] are about to be forgotten, and that with them `num_evicted` blocks
         were evicted since the start."""
-        entries = np.empty((len(keys), 3), dtype=np.int64)
-        entries[:, 0] = keys
-        entries.view(np.float64)[:, 1] = now_seconds
-        entries[:, 2] = num_evicted << _CAUSE_BITS | cause
-        self._entries[self._places(keys)] = entries
+        places = self._places(keys)
+        self._keys[places] = keys
+        self._times[places] = now_seconds
+        self._counts[places] = num_evicted << _CAUSE_BITS | cause
         self.is_empty = False
 
     def look_up(self, key: int) -> ForgottenBlock | None:
         """What is remembered of the block with this chain key."""
         place = (key * _MIX & _MASK) >> self._shift
-        known, _, count = self._entries[place].tolist()
-        if known != key or not count & _CAUSES:
+        count = int(self._counts[place])
+        if self._keys[place] != key or not count & _CAUSES:
             return None
         return ForgottenBlock(float(self._times[place]), count >> _CAUSE_BITS, count & _CAUSES)
 

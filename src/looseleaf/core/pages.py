@@ -71,7 +71,7 @@ class PagePool:
         touched).
         """
         taken: list[int] = []
-        if after is not None:
+        if after is not None and (after + 1) % self.blocks_per_page:
             self._take_behind(after, num_blocks, taken)
         left = num_blocks - len(taken)
         if left >= self.blocks_per_page and self.free_pages:

@@ -206,7 +206,7 @@ class PrefixTree:
         it is not."""
         if namespace != node.namespace and block in node.children:
             return True
-        return self.first_blocks.get(self._first_key(node, block), 0) > 0
+        return self._first_key(node, block) in self.first_blocks
 
     def find(self, node: Node, data: bytes, max_blocks: int, borders: Sequence[Border] = ()) -> Match:
         """The longest stored continuation of `node`, a root or any other, that begins like packed tokens, at most
@@ -351,7 +351,7 @@ class PrefixTree:
     @staticmethod
     def _first_key(parent: Node, block: bytes) -> bytes:
         """The same at all roots; a node's own otherwise (it keeps its id and what goes on behind it when it is cut)."""
-        return block if parent.is_root else parent.id.to_bytes(8, "little") + block
+        return block if parent.parent is None else parent.id.to_bytes(8, "little") + block
 
     def drop_root_if_empty(self, root: Node) -> None:
         """Forget a namespace that stores nothing. Leases that still name the old root store into a new one."""

@@ -132,7 +132,9 @@ class VictimQueue:
         return (self._soft if queue == "soft" else self._expendable).offered()
 
     def _queue_for(self, node: Node) -> str:
-        if node.is_root or not node.alive or not node.is_leaf or node.num_hard_pins or node.num_holders:
+        if node.num_holders or node.children or node.layers is not None or node.num_hard_pins:
+            return ""
+        if node.parent is None or not node.alive:
             return ""
         if node.soft_priorities:
             return "soft"
