@@ -140,12 +140,12 @@ class PagePool:
         offsets = blocks - firsts.repeat(self.blocks_per_page)
         if offsets.tobytes() != self._page_bytes * len(firsts):
             return []
-        numbers = [divmod(first, self.blocks_per_page) for first in firsts.tolist()]
-        return [] if any(index for _, index in numbers) else [page for page, _ in numbers]
+        pages = (firsts // self.blocks_per_page).tolist()
+        return pages if [page * self.blocks_per_page for page in pages] == firsts.tolist() else []
 
     def _give_back_pages(self, pages: list[int]) -> None:
         """Return whole pages."""
-        if len(set(pages)) < len(pages) or any(self.masks[page] != self.full_mask for page in pages):
+        if len(set(pages)) < len(pages) or {self.masks[page] for page in pages} != {self.full_mask}:
             raise IntegrityError("I3", f"a page is given back twice (pages {pages[:8]}…)")
         self._free_pages(pages)
 
@@ -163,7 +163,7 @@ class PagePool:
         del self.free_pages[-num_pages:]
         for page in pages:
             self.masks[page] = full
-            taken.extend(range(page * size, page * size + size))
+            taken += range(page * size, page * size + size)
         self.num_free_blocks -= num_pages * size
         return num_pages * size
 

@@ -271,6 +271,8 @@ class PinBook:
     def on_evicted(self, node: Node, num_blocks: int) -> None:
         """The last blocks of a leaf are being evicted (before the tree forgets them)."""
         self.marks.on_tail_evicted(node, num_blocks)
+        if not self.anchorages:
+            return
         assert node.parent is not None  # a root is no leaf that could be evicted
         anchor = node
         if num_blocks == node.num_blocks:

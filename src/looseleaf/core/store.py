@@ -6,16 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from looseleaf.core.auto_pins import AutoPinner
 from looseleaf.core.blocks import BlockLedger
-from looseleaf.core.config import CachePlan, GroupPlan
+from looseleaf.core.config import CachePlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import PolicyFactory, Use
 from looseleaf.core.forgotten import CLEARED, EVICTED, EXPENDED, OVER_QUOTA, ForgottenTable
+from looseleaf.core.matching import Usable, usable_part
 from looseleaf.core.misses import MissLog
 from looseleaf.core.namespaces import Border
 from looseleaf.core.pages import PagePool
@@ -35,15 +35,6 @@ from looseleaf.ids import Int32Array, Int64Array, Namespace
 
 MAX_GROWING_BLOCKS = 64
 """A run is lengthened in place up to this length only, since that copies it: growing by a block then costs O(1)."""
-
-
-class Usable(NamedTuple):
-    """The longest beginning of a `Match` from which every group can go on. `cut_by`: the group that allowed no more, if
-    one did. `num_known_blocks`: what the tree knows beyond that."""
-
-    match: Match
-    cut_by: GroupPlan | None
-    num_known_blocks: int
 
 
 @dataclass(slots=True)  # not frozen: two are made for each block that a decode fills
@@ -98,28 +89,7 @@ class BlockStore:
 
         Read-only. Where groups slide it costs O(blocks), a few array operations.
         """
-        match = self.tree.find(root, data, max_blocks, borders)
-        num_known = match.num_blocks
-        if not self.sliding or num_known == 0:
-            return Usable(match, None, num_known)
-        rows = np.concatenate([node.blocks for node in match.node.path()])[:num_known]
-        is_usable = np.ones(num_known + 1, dtype=np.bool_)
-        cut_by = None
-        for group in self.sliding:
-            absent = rows[:, group.first_lane] == ABSENT
-            behind_hole = np.zeros(num_known + 1, dtype=np.int64)  # [n]: begin of the unbroken run that ends at n
-            np.maximum.accumulate(np.where(absent, np.arange(1, num_known + 1), 0), out=behind_hole[1:])
-            is_usable &= behind_hole <= group.first_needed_blocks(num_known)
-            if cut_by is None and not is_usable[num_known]:
-                cut_by = group
-        return Usable(self._up_to(match, int(np.flatnonzero(is_usable)[-1])), cut_by, num_known)
-
-    def _up_to(self, match: Match, num_blocks: int) -> Match:
-        """The first `num_blocks` blocks of a match."""
-        node = match.node
-        while node.start >= num_blocks and node.parent is not None:
-            node = node.parent
-        return Match(node, num_blocks - node.start if node.parent else 0, num_blocks)
+        return usable_part(self.tree.find(root, data, max_blocks, borders), self.sliding)
 
     def num_held_blocks(self, num_blocks: int) -> int:
         """Blocks, in all lanes, that a lease holds which goes on behind `num_blocks` logical blocks."""
@@ -129,7 +99,7 @@ class BlockStore:
         """Hold what a usable look-up of request number `request` found; a run matched midway is split there. The last
         node held, and the block table of its path, ABSENT where a group needs no block to go on from its end."""
         node = match.node
-        if match.num_edge_blocks < node.num_blocks:
+        if match.num_edge_blocks < len(node.blocks):
             node = self.victims.split(node, match.num_edge_blocks)
         path = node.path()
         if not path:
@@ -266,10 +236,11 @@ class BlockStore:
             child = self.tree.continuations(node, namespace).get(data[at * size : (at + 1) * size])
             if child is None:
                 run = data[at * size : stop * size]
+                holder.own_node = own_node
                 keys = None if holder.keys is None else holder.keys[at:stop].copy()
                 is_padded = holder.is_padded and stop == len(blocks)
-                part = Holder(own_node, holder.opened_tick, holder.request, is_padded, (), keys)
-                node, at = self._add_new(node, run, blocks[at:stop].copy(), part, namespace), stop
+                node = self._add_new(node, run, blocks[at:stop].copy(), holder, namespace, keys, is_padded)
+                at = stop
                 own_node = True
                 continue
             num_equal = self.tree.common_blocks(child.tokens, data, at * size, stop * size)
@@ -317,14 +288,23 @@ class BlockStore:
                         )
                     )
 
-    def _add_new(self, node: Node, data: bytes, blocks: Int32Array, holder: Holder, namespace: Namespace) -> Node:
-        """Store a run that is not stored yet, in `namespace`: longer, where the holder's own node still has one
-        history, else as a child."""
+    def _add_new(
+        self,
+        node: Node,
+        data: bytes,
+        blocks: Int32Array,
+        holder: Holder,
+        namespace: Namespace,
+        keys: Int64Array | None,
+        is_padded: bool,
+    ) -> Node:
+        """Store a run of a holder that is not stored yet, in `namespace`: longer, where the holder's own node still has
+        one history, else as a child. `keys`: its chain keys, if they are known; `is_padded`: its last block is."""
         self.ledger.store(blocks.ravel())
         self.usage.add_blocks(namespace, stored=blocks.size)
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
         tick = COLD_TICK + holder.opened_tick
-        grows = holder.own_node and node.is_leaf and not (node.sealed or holder.is_padded)
+        grows = holder.own_node and node.is_leaf and not (node.sealed or is_padded)
         if grows and namespace == node.namespace and node.num_blocks < MAX_GROWING_BLOCKS:
             leaf = node
             self.tree.extend(node, data, blocks)
@@ -336,21 +316,21 @@ class BlockStore:
                 self._mark_needed(node, self.first_needed(node.end))
             leaf = self.tree.insert(node, data, blocks, namespace)
             leaf.num_holders = 1
-            leaf.sealed = holder.is_padded
+            leaf.sealed = is_padded
             use = self.next_use(holder.request)
             leaf.last_tick, leaf.last_used_at = use.tick, use.seconds
             if self.sliding:
                 leaf.marks = RowMarks(len(blocks), len(self.sliding), tick)
-            leaf.chain_keys = holder.keys
+            leaf.chain_keys = keys
             key = int(self.forgotten.keys_of(leaf)[0]) if self.victims.policy.uses_keys else 0
-            self.victims.on_stored(leaf, use, key, holder.is_padded)
+            self.victims.on_stored(leaf, use, key, is_padded)
             self.sessions.on_stored(leaf, holder.request)
             self.victims.review(node)
         if self.on_event is not None:
             first = leaf.num_blocks - len(blocks)
-            keys = self.forgotten.keys_of(leaf)[first:]
+            names = self.forgotten.keys_of(leaf)[first:]
             parent = self.forgotten.key_before(leaf, first)
-            self.on_event(BlocksStored(leaf.namespace, parent, keys, blocks.copy(), unpack_tokens(data)))
+            self.on_event(BlocksStored(leaf.namespace, parent, names, blocks.copy(), unpack_tokens(data)))
         if leaf is not node and self.pins.anchorages:
             self.pins.on_stored_below(node, namespace, data[: self.tree.block_bytes])
         return leaf

@@ -80,7 +80,7 @@ class Node:
         self.tokens = tokens
         self.blocks = blocks
         self.marks: RowMarks | None = None
-        self.end: int = (parent.end if parent else 0) + len(blocks)
+        self.end: int = len(blocks) if parent is None else parent.end + len(blocks)
         self.children: Continuations = _NO_CHILDREN  # changed by the tree only
         self.layers: dict[Namespace, dict[bytes, Node]] | None = None
         self.num_holders = 0
@@ -228,13 +228,13 @@ class PrefixTree:
             child = children.get(data[at : at + size])
             if child is None:
                 break
-            length = len(child.tokens)
-            if length <= limit - at and data.startswith(child.tokens, at):
-                node, at = child, at + length
+            edge = child.tokens
+            if len(edge) <= limit - at and data.startswith(edge, at):
+                node, at = child, at + len(edge)
                 continue
             num_edge = self.common_blocks(child.tokens, data, at, limit)
             return Match(child, num_edge, at // size + num_edge)
-        return Match(node, node.num_blocks, at // size)
+        return Match(node, len(node.blocks), at // size)
 
     def common_blocks(self, edge: bytes, data: bytes, at: int, stop: int) -> int:
         """Whole blocks that `edge` and `data[at:stop]` have in common at their beginnings."""
@@ -332,7 +332,7 @@ class PrefixTree:
             del _children(parent)[key]
         del self.nodes[node.id]
         node.alive = False
-        if parent.is_root or node.begins_layer:
+        if parent.parent is None or node.begins_layer:
             first = self._first_key(parent, key)
             self.first_blocks[first] -= 1
             if not self.first_blocks[first]:

@@ -350,7 +350,9 @@ class AdaptivePolicy:
         """Wait for the end of the run's step."""
         self._aging[run.step].append(run)
         self._num_aging += 1
-        self._next_step_at = min(self._next_step_at, run.born + STEP_ENDS_SECONDS[run.step])
+        due = run.born + STEP_ENDS_SECONDS[run.step]
+        if due < self._next_step_at:
+            self._next_step_at = due
 
     def _enqueue(self, run: Run, node_id: int, depth_blocks: int) -> None:
         name = (run.class_id, run.step)
