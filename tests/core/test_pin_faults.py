@@ -207,7 +207,7 @@ def test_a_lease_and_two_pins_end_in_any_order(
         acts[number]()
     stats = cache.stats()
     assert (stats.pinned_blocks, stats.active_blocks, stats.evictable_blocks) == (0, 0, stats.cached_blocks)
-    assert not cache._store.ledger.refs.any()
+    assert not cache._store.block_states().refs.any()
     cache.clear()
     assert cache.stats().free_blocks == 60
 
@@ -227,7 +227,7 @@ def test_nothing_keeps_a_reference_of_its_own(make: MakeCache, groups: object) -
         lease.release()
     cache.unpin(waits.id)
     ledger = cache._store.ledger
-    assert not ledger.refs.any()
+    assert not cache._store.block_states().refs.any()
     assert not ledger.protected.any()
     assert cache.stats().evictable_blocks == cache.stats().cached_blocks
 

@@ -273,6 +273,10 @@ class CachePlan:
         """True if some group lets go of old blocks."""
         return any(group.slides for group in self.groups)
 
+    def num_held_blocks(self, num_blocks: int) -> int:
+        """Blocks, in all lanes, that a lease holds which goes on behind `num_blocks` logical blocks."""
+        return sum(group.num_lanes * (num_blocks - group.first_needed_block(num_blocks)) for group in self.groups)
+
     def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks, in all lanes, that a sequence holds at once while it grows to `num_tokens` tokens, computing at
         most `step_tokens` in one step."""

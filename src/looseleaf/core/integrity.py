@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from looseleaf.core.blocks import BlockStates
 from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.namespaces import account_of
 from looseleaf.core.pin_record import HARD, SOFT, PinHold
@@ -19,12 +20,13 @@ from looseleaf.ids import Int32Array
 
 def check_integrity(store: BlockStore, desk: LeaseDesk) -> None:
     """Raise `IntegrityError` for the first invariant that does not hold."""
-    _check_states(store)
-    _check_references(store, desk)
-    _check_pages(store)
-    _check_tree(store)
+    states = store.block_states()
+    _check_states(store, states)
+    _check_references(store, desk, states)
+    _check_pages(store, states)
+    _check_tree(store, states)
     _check_leases(store, desk)
-    _check_pins(store)
+    _check_pins(store, states)
     _check_sessions(store, desk)
     _check_victims(store)
     _check_usage(store, desk)
@@ -42,33 +44,37 @@ def _stored_nodes(store: BlockStore) -> Iterator[Node]:
                 yield node
 
 
-def _check_states(store: BlockStore) -> None:
+def _check_states(store: BlockStore, states: BlockStates) -> None:
     """I1: free + active + cached = all; each block is in exactly one state."""
     ledger = store.ledger
-    held = ledger.refs > 0
-    free = ~held & ~ledger.stored
-    counts = (int(free.sum()), int(held.sum()), int((~held & ledger.stored).sum()))
+    held = states.refs > 0
+    free = ~held & ~states.stored
+    counts = (int(free.sum()), int(held.sum()), int((~held & states.stored).sum()))
     counted = (ledger.num_free_blocks, ledger.num_active_blocks, ledger.num_cached_blocks)
     _require(counts == counted, "I1", f"(free, active, cached) blocks are {counts}, counted {counted}")
     _require(sum(counted) == ledger.num_blocks, "I1", f"{counted} do not add up to {ledger.num_blocks} blocks")
 
 
-def _check_references(store: BlockStore, desk: LeaseDesk) -> None:
+def _check_references(store: BlockStore, desk: LeaseDesk, states: BlockStates) -> None:
     """I2: a block's reference count is the number of leases that hold it."""
     refs = np.zeros(store.ledger.num_blocks, dtype=np.int32)
     for lease in desk.live.values():
         table = lease.table[: lease.num_blocks]
         np.add.at(refs, table[table != ABSENT], 1)
-    differ = np.flatnonzero(refs != store.ledger.refs)
+    differ = np.flatnonzero(refs != states.refs)
     if len(differ):
         block = int(differ[0])
-        raise IntegrityError("I2", f"block {block} has {refs[block]} holders, counted {store.ledger.refs[block]}")
+        raise IntegrityError("I2", f"block {block} has {refs[block]} holders, counted {states.refs[block]}")
+    ledger = store.ledger
+    if ledger.counts_runs:
+        strays = np.flatnonzero((ledger.refs != 1) & (states.stored | (refs == 0)))
+        _require(len(strays) == 0, "I2", f"blocks {strays[:8]}… are free or in a run, and counted one by one")
 
 
-def _check_pages(store: BlockStore) -> None:
+def _check_pages(store: BlockStore, states: BlockStates) -> None:
     """I3: page masks, per-page counts and the free lists agree."""
-    pool, ledger = store.pool, store.ledger
-    taken = ((ledger.refs > 0) | ledger.stored).reshape(pool.num_pages, pool.blocks_per_page)
+    pool = store.pool
+    taken = ((states.refs > 0) | states.stored).reshape(pool.num_pages, pool.blocks_per_page)
     num_free = 0
     for page in range(pool.num_pages):
         mask = sum(1 << int(index) for index in np.flatnonzero(taken[page]))
@@ -86,7 +92,7 @@ def _check_pages(store: BlockStore) -> None:
     )
 
 
-def _check_tree(store: BlockStore) -> None:
+def _check_tree(store: BlockStore, states: BlockStates) -> None:
     """I4: a stored node's parent is stored and at least as held. I5/I6: its blocks are in one node, whole, and
     stored."""
     ledger, tree = store.ledger, store.tree
@@ -108,19 +114,19 @@ def _check_tree(store: BlockStore) -> None:
         _require(is_listed == node.begins_layer, "I4", f"{name} begins a layer: {node.begins_layer}")
         present = node.blocks[node.blocks != ABSENT]
         np.add.at(owner, present, 1)
-        _require(bool(ledger.stored[present].all()), "I6", f"{name} owns a block that is not stored")
+        _require(bool(states.stored[present].all()), "I6", f"{name} owns a block that is not stored")
         full = node.blocks[:, _full_lanes(store)]
         _require(bool((full != ABSENT).all()), "I6", f"{name} lacks a block that is never let go of")
-        holders = ledger.refs[full]
+        holders = states.refs[full]
         _require(bool((holders == node.num_holders).all()), "I4", f"{name}: not all its holders hold its blocks")
-        _require(bool((ledger.refs[present] <= node.num_holders).all()), "I4", f"{name}: a block has more holders")
+        _require(bool((states.refs[present] <= node.num_holders).all()), "I4", f"{name}: a block has more holders")
         _require(parent.is_root or parent.num_holders >= node.num_holders, "I4", f"{name} is held more than its parent")
         _check_marks(store, node)
     _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
     num_layered = sum(len(begun) for begun in tree.layered.values())
     num_first = num_layered + sum(len(root.children) for root in tree.roots.values())
     _require(sum(tree.first_blocks.values()) == num_first, "I4", f"{num_first} first blocks, others are counted")
-    _require(bool((owner == ledger.stored).all()), "I6", "a block is in two nodes, or stored without a node")
+    _require(bool((owner == states.stored).all()), "I6", "a block is in two nodes, or stored without a node")
 
 
 def _full_lanes(store: BlockStore) -> list[int]:
@@ -179,7 +185,7 @@ def _check_leases(store: BlockStore, desk: LeaseDesk) -> None:
         _require(is_own, "I6", f"{name}: its path leads through namespaces that are not its own")
 
 
-def _check_pins(store: BlockStore) -> None:
+def _check_pins(store: BlockStore, states: BlockStates) -> None:
     """I8: pinned blocks ≤ quota; marks and counters follow from the pins."""
     pins = store.pins
     hard: dict[int, int] = {}
@@ -227,7 +233,7 @@ def _check_pins(store: BlockStore) -> None:
     _require(bool((protected == store.ledger.protected).all()), "I8", "protected blocks are not those of hard pins")
     num_protected, counted = int(protected.sum()), store.ledger.num_protected_blocks
     _require(num_protected == counted, "I8", f"{num_protected} blocks are protected, counted {counted}")
-    num_idle = int((protected & (store.ledger.refs == 0)).sum())
+    num_idle = int((protected & (states.refs == 0)).sum())
     counted_idle = store.ledger.num_protected_idle_blocks
     _require(num_idle == counted_idle, "I8", f"{num_idle} protected blocks are idle, counted {counted_idle}")
     _check_quotas(store, taken)

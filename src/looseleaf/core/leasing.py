@@ -93,7 +93,7 @@ class LeaseDesk:
                 finding = Finding("full_hit", num_tokens, num_shared, num_shared, None, self._clock())
                 finding.why, finding.session = parent.request_id, parent.session
             data = self._known_tokens(parent)
-            self._store.share(parent.node, shared[shared != ABSENT])
+            self._store.share(parent.node, shared)
             firsts = list(parent.first_rows)
             self._num_requests += 1
             number = self._num_requests

@@ -86,7 +86,7 @@ class CacheManager:
                 found = self._store.find(root, data, num_usable, tenancy.borders)
                 num_rows = found.match.num_blocks
             num_tokens = num_rows * self.plan.block_tokens
-            return PrefixMatch(num_tokens, num_prompt, {"exact": num_tokens}, self._store.num_held_blocks(num_rows))
+            return PrefixMatch(num_tokens, num_prompt, {"exact": num_tokens}, self.plan.num_held_blocks(num_rows))
 
     def lease(
         self,

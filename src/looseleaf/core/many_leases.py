@@ -161,6 +161,6 @@ class ManyLeases:
             ledger, size = self._store.ledger, self._block_tokens
             num_committed = self._desk.rows.num_committed
             return [
-                release_gain(ledger, lease.table[: lease.num_blocks], int(num_committed[lease.row]), size)
+                release_gain(ledger, lease.node, lease.table[: lease.num_blocks], int(num_committed[lease.row]), size)
                 for lease in leases
             ]

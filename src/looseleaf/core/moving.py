@@ -44,7 +44,7 @@ def resize(store: BlockStore, desk: LeaseDesk, plan: CachePlan) -> ResizeResult:
         )
     num_taken = ledger.num_blocks - ledger.num_free_blocks
     num_evicted = store.evict(num_taken - plan.num_blocks) if num_taken > plan.num_blocks else 0
-    taken = (ledger.refs > 0) | ledger.stored
+    taken = store.pool.taken()
     free = np.flatnonzero(~taken[: plan.num_blocks]).astype(np.int32)
     outside = np.flatnonzero(taken[plan.num_blocks :]).astype(np.int32) + np.int32(plan.num_blocks)
     inside = free[: len(outside)]
@@ -61,11 +61,11 @@ def compact(store: BlockStore, desk: LeaseDesk, num_pages: int) -> CompactionRes
 
     The emptiest pages that no lease holds a block of are emptied into the free places of the others.
     """
-    ledger, pool = store.ledger, store.pool
+    pool = store.pool
     per_page = pool.blocks_per_page
-    taken = ((ledger.refs > 0) | ledger.stored).reshape(-1, per_page)
+    taken = pool.taken().reshape(-1, per_page)
     num_taken = taken.sum(axis=1)
-    is_held = ledger.refs.reshape(-1, per_page).sum(axis=1) > 0
+    is_held = store.block_states().refs.reshape(-1, per_page).sum(axis=1) > 0
     order = np.argsort(num_taken, kind="stable")
     emptied = order[(num_taken[order] > 0) & (num_taken[order] < per_page) & ~is_held[order]]
     is_partial = (num_taken > 0) & (num_taken < per_page)

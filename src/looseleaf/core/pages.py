@@ -52,6 +52,12 @@ class PagePool:
             masks |= by_page[:, index].astype(np.uint64) << np.uint64(index)
         self._set_up(len(by_page), masks.tolist())
 
+    def taken(self) -> npt.NDArray[np.bool_]:
+        """Which blocks are taken, bool [num_pages * blocks_per_page]. O(blocks)."""
+        masks = np.array(self.masks, dtype=np.uint64)
+        taken: npt.NDArray[np.bool_] = (masks[:, None] & self._bits) != 0
+        return taken.ravel()
+
     @property
     def num_free_pages(self) -> int:
         """Pages without any taken block."""
@@ -70,20 +76,24 @@ class PagePool:
         then a fresh page, then whatever is free. The caller guarantees `num_blocks <= num_free_blocks`. Costs O(pages
         touched).
         """
-        taken: list[int] = []
-        if after is not None and (after + 1) % self.blocks_per_page:
-            self._take_behind(after, num_blocks, taken)
-        left = num_blocks - len(taken)
+        behind, whole = self._take_behind(after, num_blocks), None
+        left = num_blocks - len(behind)
         if left >= self.blocks_per_page and self.free_pages:
-            left -= self._take_pages(min(left // self.blocks_per_page, len(self.free_pages)), taken)
+            whole = self._take_pages(min(left // self.blocks_per_page, len(self.free_pages)))
+            left -= len(whole)
+        rest: Sequence[int] = ()
         if left and left < self.blocks_per_page:
             page = self._page_with_room(left, growth_blocks)
             if page is not None:
-                taken.extend(self._take_some(page, left))
+                rest = self._take_some(page, left)
                 left = 0
         if left:
-            taken += self._take_emptiest(left, growth_blocks)
-        return np.array(taken, dtype=np.int32)
+            rest = self._take_emptiest(left, growth_blocks)
+        if whole is None:
+            return np.array([*behind, *rest], dtype=np.int32)
+        if not (behind or rest):
+            return whole
+        return np.concatenate((np.array(behind, np.int32), whole, np.array(rest, np.int32)))
 
     def take_one_each(self, lasts: Sequence[int], growths: Sequence[int | None]) -> Int32Array:
         """One free block for each of several sequences, int32 [len(lasts)]: as `take(1, last, growth)` for one after
@@ -156,26 +166,29 @@ class PagePool:
         self.free_pages.extend(pages)
         self.num_free_blocks += len(pages) * self.blocks_per_page
 
-    def _take_pages(self, num_pages: int, taken: list[int]) -> int:
-        """The topmost free pages, whole; how many blocks these are."""
+    def _take_pages(self, num_pages: int) -> Int32Array:
+        """All blocks of the topmost free pages."""
         size, full = self.blocks_per_page, self.full_mask
         pages = self.free_pages[: -num_pages - 1 : -1]
         del self.free_pages[-num_pages:]
         for page in pages:
             self.masks[page] = full
-            taken += range(page * size, page * size + size)
         self.num_free_blocks -= num_pages * size
-        return num_pages * size
+        blocks: Int32Array = (np.array(pages, dtype=np.int32) * size).repeat(size).reshape(num_pages, size)
+        blocks += self._indices
+        return blocks.ravel()
 
-    def _take_behind(self, block: int, num_blocks: int, taken: list[int]) -> None:
-        page, index = divmod(block, self.blocks_per_page)
-        free = ~self.masks[page] & self.full_mask
-        start = index + 1
+    def _take_behind(self, block: int | None, num_blocks: int) -> Sequence[int]:
+        """Free blocks right behind one in its page, up to so many."""
+        if block is None:
+            return ()
+        page, start = divmod(block + 1, self.blocks_per_page)
         count = 0
-        while count < num_blocks and free >> (start + count) & 1:
-            count += 1
-        if count:
-            taken.extend(self._take_run(page, start, count))
+        if start:  # else it is the last of its page
+            free = ~self.masks[page] & self.full_mask
+            while count < num_blocks and free >> (start + count) & 1:
+                count += 1
+        return self._take_run(page, start, count) if count else ()
 
     def _page_with_room(self, num_blocks: int, growth_blocks: int | None) -> int | None:
         """A partly used page for the tail of a sequence: fullest first among those with room to grow, then a fresh

@@ -105,7 +105,7 @@ class PinMarks:
         if hold.level == HARD:
             if not node.num_hard_pins:
                 self._count(node, num_blocks, -num_blocks if node.soft_priorities else 0)
-                self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), True)
+                self._ledger.protect_run(node.blocks[:, self._full_lanes].ravel(), True, node.num_holders)
             node.num_hard_pins += 1
         else:
             if not node.is_pinned:
@@ -121,7 +121,7 @@ class PinMarks:
             node.num_hard_pins -= 1
             if not node.num_hard_pins:
                 self._count(node, -num_blocks, num_blocks if node.soft_priorities else 0)
-                self._ledger.protect(node.blocks[:, self._full_lanes].ravel(), False)
+                self._ledger.protect_run(node.blocks[:, self._full_lanes].ravel(), False, node.num_holders)
         else:
             at = node.soft_priorities.index(hold.priority)
             node.soft_priorities = node.soft_priorities[:at] + node.soft_priorities[at + 1 :]

@@ -118,12 +118,15 @@ def collect_stats(store: BlockStore, desk: LeaseDesk, page_tokens: int) -> Cache
 
 def collect_usage(store: BlockStore, desk: LeaseDesk) -> list[NamespaceUsage]:
     """The answer of `CacheManager.namespace_usage`. O(accounts + nodes that leases hold)."""
-    usage, refs = store.usage, store.ledger.refs
+    usage, ledger = store.usage, store.ledger
     held: Counter[Account] = Counter()
     nodes = {node.id: node for lease in desk.live.values() if lease.stores for node in lease.node.path()}
     for node in nodes.values():
-        blocks = node.blocks[node.blocks != ABSENT]
-        held[usage.of(node.namespace)] += int(np.count_nonzero(refs[blocks]))
+        if ledger.counts_runs:
+            num_held = node.blocks.size if node.num_holders else 0
+        else:
+            num_held = int(np.count_nonzero(ledger.refs[node.blocks[node.blocks != ABSENT]]))
+        held[usage.of(node.namespace)] += num_held
     for lease in desk.live.values():
         held[usage.of(lease.namespace)] += lease.num_private_blocks
     pinned: Counter[Account] = Counter()
@@ -152,7 +155,7 @@ def collect_usage(store: BlockStore, desk: LeaseDesk) -> list[NamespaceUsage]:
 def measure_fragmentation(store: BlockStore, desk: LeaseDesk) -> Fragmentation:
     """The answer of `CacheManager.fragmentation`. O(blocks)."""
     pool, ledger, plan = store.pool, store.ledger, store.plan
-    free = ~((ledger.refs > 0) | ledger.stored)
+    free = ~pool.taken()
     edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
     lengths = np.flatnonzero(edges == -1) - np.flatnonzero(edges == 1)
     sizes, counts = np.unique(np.floor(np.log2(lengths)).astype(int), return_counts=True)
@@ -177,7 +180,7 @@ def measure_fragmentation(store: BlockStore, desk: LeaseDesk) -> Fragmentation:
 
 
 def _group_uses(store: BlockStore, desk: LeaseDesk) -> tuple[GroupUse, ...]:
-    plan, refs = store.plan, store.ledger.refs
+    plan, refs = store.plan, store.block_states().refs
     num_unfilled = desk.rows.num_unfilled_places // plan.num_lanes
     uses = []
     for group in plan.groups:

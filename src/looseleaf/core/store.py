@@ -1,5 +1,4 @@
-"""Stored runs of blocks: matched and held, added, let go, evicted, cleared. Where tree, ledger, victims and pins
-meet."""
+"""Stored runs of blocks: matched and held, added, let go, evicted, cleared. Where tree, ledger and victims meet."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from looseleaf.core.auto_pins import AutoPinner
-from looseleaf.core.blocks import BlockLedger
+from looseleaf.core.blocks import BlockLedger, BlockStates
 from looseleaf.core.config import CachePlan
 from looseleaf.core.events import BlocksRemoved, BlocksStored, EventListener
 from looseleaf.core.eviction import PolicyFactory, Use
@@ -60,7 +59,7 @@ class BlockStore:
     ) -> None:
         self.plan = plan
         self.pool = PagePool(plan.num_pages, plan.blocks_per_page)
-        self.ledger = BlockLedger(self.pool)
+        self.ledger = BlockLedger(self.pool, counts_runs=not plan.slides)
         self.tree = PrefixTree(plan.block_tokens, plan.num_lanes)
         self.sliding = [group for group in plan.groups if group.slides]
         self.slid_out = SlidOutQueue(self.sliding, self.tree, self.ledger)
@@ -90,10 +89,6 @@ class BlockStore:
         Read-only. Where groups slide it costs O(blocks), a few array operations.
         """
         return usable_part(self.tree.find(root, data, max_blocks, borders), self.sliding)
-
-    def num_held_blocks(self, num_blocks: int) -> int:
-        """Blocks, in all lanes, that a lease holds which goes on behind `num_blocks` logical blocks."""
-        return sum(group.num_lanes * (num_blocks - group.first_needed_block(num_blocks)) for group in self.plan.groups)
 
     def hold(self, match: Match, request: int) -> tuple[Node, Int32Array]:
         """Hold what a usable look-up of request number `request` found; a run matched midway is split there. The last
@@ -125,7 +120,7 @@ class BlockStore:
         tick, seconds, _ = use
         for step in path:
             if not self.sliding:
-                self.ledger.drop_run(step.blocks, step.num_holders)
+                self.ledger.drop_run(len(step.blocks), step.num_holders, step.num_hard_pins > 0)
             step.num_holders -= 1
             step.last_tick, step.last_used_at = tick, seconds
         if self.sliding:
@@ -141,14 +136,19 @@ class BlockStore:
         if self.usage.over_quota:
             self.quotas.keep()
 
-    def share(self, node: Node, blocks: Int32Array) -> None:
-        """One more holder for blocks that have one; those stored lie on the path down to `node`. Not a use for the
-        policy."""
+    def share(self, node: Node, table: Int32Array) -> None:
+        """One more holder for the blocks of a table, which have one; those stored lie on the path down to `node`. Not a
+        use for the policy."""
         node.sealed = True
         node = node.nearest_alive()
         for step in node.path():
             step.num_holders += 1
-        self.ledger.hold(blocks)
+        blocks = table if self.sliding else table[node.end :]
+        self.ledger.hold(blocks[blocks != ABSENT])
+
+    def block_states(self) -> BlockStates:
+        """Who holds each block, and what is stored. O(blocks + nodes)."""
+        return self.ledger.states((node.blocks, node.num_holders) for node in self.tree.nodes.values())
 
     def slide(self, node: Node, blocks: Int32Array, first_block: int, stop_block: int) -> None:
         """A holder of the path down to `node` lets go of `blocks` [n] in one sliding group: those of the logical blocks
@@ -173,7 +173,7 @@ class BlockStore:
         tick, seconds, _ = use
         for node in path:
             if not self.sliding:
-                self.ledger.hold_run(node.blocks, node.num_holders)
+                self.ledger.hold_run(len(node.blocks), node.num_holders, node.num_hard_pins > 0)
             node.num_holders += 1
             node.num_uses += 1
             node.last_tick, node.last_used_at = tick, seconds
@@ -300,7 +300,8 @@ class BlockStore:
     ) -> Node:
         """Store a run of a holder that is not stored yet, in `namespace`: longer, where the holder's own node still has
         one history, else as a child. `keys`: its chain keys, if they are known; `is_padded`: its last block is."""
-        self.ledger.store(blocks.ravel())
+        if self.sliding:
+            self.ledger.store(blocks.ravel())
         self.usage.add_blocks(namespace, stored=blocks.size)
         self.counters.stored_tokens += len(blocks) * self.plan.block_tokens
         tick = COLD_TICK + holder.opened_tick
@@ -469,8 +470,7 @@ class BlockStore:
             self.pressure.on_evicted(len(blocks), node.last_used_at)
         self.forgotten.record(keys, cause, self._clock(), self.pressure.num_evicted_blocks)
         self.pins.on_evicted(node, num_blocks)
-        forgets_run = not self.sliding
-        num_freed = self.ledger.forget_run(blocks, node.num_holders) if forgets_run else self.ledger.forget(blocks)
+        num_freed = self.ledger.forget(blocks) if self.sliding else self.ledger.forget_run(blocks, node.num_holders)
         self.usage.add_blocks(node.namespace, stored=-len(blocks))
         if num_blocks < node.num_blocks:
             self.tree.shorten(node, num_blocks)
