@@ -166,11 +166,10 @@ def nearest_continuation(continuations: Continuations, block: bytes) -> Nearest:
     """That of some continuations, oldest first, that begins most like `block`; the newest of those that begin alike."""
     first = block[:TOKEN_BYTES]
     best, num_best = None, 0
-    for key in islice(reversed(continuations), MAX_COMPARED_SIBLINGS):
-        if key.startswith(first):
-            num_tokens = common_tokens(block, key)
-            if num_tokens > num_best:
-                best, num_best = continuations[key], num_tokens
+    for key in [key for key in islice(reversed(continuations), MAX_COMPARED_SIBLINGS) if key.startswith(first)]:
+        num_tokens = common_tokens(block, key)
+        if num_tokens > num_best:
+            best, num_best = continuations[key], num_tokens
     if best is None and continuations:
         best = continuations[next(reversed(continuations))]
     return Nearest(best, num_best)

@@ -37,8 +37,8 @@ class LeaseTable:
 
     def close(self, row: int) -> None:
         """Take a row back."""
-        for column in self._columns():
-            column[row] = 0
+        self.num_tokens[row] = self.num_reserved[row] = self.num_committed[row] = self.num_places[row] = 0
+        self.next_block[row] = 0
         self._free_rows.append(row)
 
     @property

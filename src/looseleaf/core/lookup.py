@@ -66,7 +66,8 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
     moment = Moment(now, store.pressure.num_evicted_blocks, store.victims.policy.name)
     finding = explain_lookup(store.tree, node, data, query.tenancy, cut, lost, moment)
     finding.session = query.session
-    _tell_pins(store, query, root, node, finding)
+    if store.pins.records:
+        _tell_pins(store, query, root, node, finding)
     cuts: Sequence[int] = ()
     if keys is not None:
         usable = keys[: num_usable - node.end]
@@ -93,8 +94,6 @@ def _count(store: BlockStore, namespace: Namespace, finding: Finding) -> None:
 
 def _tell_pins(store: BlockStore, query: Query, root: Node, node: Node, finding: Finding) -> None:
     """Pins are used, and those that use keeps alive are refreshed."""
-    if not store.pins.records:
-        return
     path, now = node.path(), finding.at_seconds
     if query.is_counted:
         store.pins.on_hit(path, query.data, query.tenancy, now)

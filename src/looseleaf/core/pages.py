@@ -25,14 +25,14 @@ class PagePool:
     def __init__(self, num_pages: int, blocks_per_page: int) -> None:
         self.blocks_per_page = blocks_per_page
         self.full_mask = (1 << blocks_per_page) - 1
-        self._indices = np.arange(blocks_per_page, dtype=np.int32)
-        self._page_bytes = self._indices.tobytes()
         self._bits = np.left_shift(np.uint64(1), np.arange(blocks_per_page, dtype=np.uint64))
         self._set_up(num_pages, [0] * num_pages)
 
     def _set_up(self, num_pages: int, masks: list[int]) -> None:
         self.num_pages = num_pages
         self.masks = masks
+        ids = np.arange(num_pages * self.blocks_per_page, dtype=np.int32)
+        self._blocks_of: Int32Array = ids.reshape(num_pages, self.blocks_per_page)
         # Whole free pages, lowest id on top. Pages leave only from the top, so a list needs no look-up inside.
         self.free_pages = [page for page in range(num_pages - 1, -1, -1) if not masks[page]]
         # partial[f]: pages with f free blocks, 0 < f < blocks_per_page; a dict is an ordered set with O(1) removal.
@@ -146,12 +146,8 @@ class PagePool:
 
     def _whole_pages(self, blocks: Int32Array) -> list[int]:
         """The pages of which `blocks` are all blocks in order; none if they are anything else."""
-        firsts = blocks[:: self.blocks_per_page]
-        offsets = blocks - firsts.repeat(self.blocks_per_page)
-        if offsets.tobytes() != self._page_bytes * len(firsts):
-            return []
-        pages = (firsts // self.blocks_per_page).tolist()
-        return pages if [page * self.blocks_per_page for page in pages] == firsts.tolist() else []
+        pages = [first // self.blocks_per_page for first in blocks[:: self.blocks_per_page].tolist()]
+        return pages if self._blocks_of.take(pages, axis=0).tobytes() == blocks.tobytes() else []
 
     def _give_back_pages(self, pages: list[int]) -> None:
         """Return whole pages."""
@@ -174,9 +170,7 @@ class PagePool:
         for page in pages:
             self.masks[page] = full
         self.num_free_blocks -= num_pages * size
-        blocks: Int32Array = (np.array(pages, dtype=np.int32) * size).repeat(size).reshape(num_pages, size)
-        blocks += self._indices
-        return blocks.ravel()
+        return self._blocks_of.take(pages, axis=0).ravel()
 
     def _take_behind(self, block: int | None, num_blocks: int) -> Sequence[int]:
         """Free blocks right behind one in its page, up to so many."""

@@ -84,10 +84,7 @@ class BlockStore:
 
     def find(self, root: Node, data: bytes, max_blocks: int, borders: Sequence[Border] = ()) -> Usable:
         """The longest stored prefix of packed tokens, at most `max_blocks`, from which every group can go on.
-        `borders`: those of the tokens' `Tenancy`.
-
-        Read-only. Where groups slide it costs O(blocks), a few array operations.
-        """
+        `borders`: those of the tokens' `Tenancy`. Read-only."""
         return usable_part(self.tree.find(root, data, max_blocks, borders), self.sliding)
 
     def hold(self, match: Match, request: int) -> tuple[Node, Int32Array]:
@@ -120,7 +117,7 @@ class BlockStore:
         tick, seconds, _ = use
         for step in path:
             if not self.sliding:
-                self.ledger.drop_run(len(step.blocks), step.num_holders, step.num_hard_pins > 0)
+                self.ledger.drop_run(step.blocks.size, step.num_holders, step.num_hard_pins > 0)
             step.num_holders -= 1
             step.last_tick, step.last_used_at = tick, seconds
         if self.sliding:
@@ -173,13 +170,14 @@ class BlockStore:
         tick, seconds, _ = use
         for node in path:
             if not self.sliding:
-                self.ledger.hold_run(len(node.blocks), node.num_holders, node.num_hard_pins > 0)
+                self.ledger.hold_run(node.blocks.size, node.num_holders, node.num_hard_pins > 0)
             node.num_holders += 1
             node.num_uses += 1
             node.last_tick, node.last_used_at = tick, seconds
             if node.session is not None:
                 self.sessions.on_used(node, request)
-        self.victims.review(path[-1])
+        if path[-1].queue:  # of its nodes only the last may be a leaf
+            self.victims.withdraw(path[-1])
         self.victims.on_hit(path, use)
 
     def first_needed(self, num_blocks: int) -> list[int]:
@@ -326,7 +324,8 @@ class BlockStore:
             key = int(self.forgotten.keys_of(leaf)[0]) if self.victims.policy.uses_keys else 0
             self.victims.on_stored(leaf, use, key, is_padded)
             self.sessions.on_stored(leaf, holder.request)
-            self.victims.review(node)
+            if node.queue:  # it is no leaf any more
+                self.victims.withdraw(node)
         if self.on_event is not None:
             first = leaf.num_blocks - len(blocks)
             names = self.forgotten.keys_of(leaf)[first:]

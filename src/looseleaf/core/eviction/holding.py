@@ -109,8 +109,8 @@ class HoldingTable:
     def reach(self, class_id: int, step: int, share: float) -> None:
         """The unused `share` of a run of that class has got to a step."""
         share *= self._weight
-        for reached, _ in self._counts[class_id]:
-            reached[step] += share
+        for counts in self._counts[class_id]:
+            counts[0][step] += share
 
     def use(self, class_id: int, step: int, share: float) -> None:
         """A share of a run of that class is used within a step."""
