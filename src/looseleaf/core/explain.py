@@ -184,12 +184,13 @@ class WindowCut:
     num_known_blocks: int
 
 
-@dataclass(slots=True)
-class Moment:
-    """When a look-up is made: seconds of the cache's clock, blocks evicted so far, and by which policy."""
+@dataclass(frozen=True)
+class Lost:
+    """What is remembered of the next block, which was stored once: `block`. Since then `pressure` blocks were evicted;
+    `policy` is the name of the one that evicts."""
 
-    at_seconds: float
-    num_evicted_blocks: int
+    block: ForgottenBlock
+    pressure: int
     policy: str
 
 
@@ -199,11 +200,11 @@ def explain_lookup(
     data: bytes,
     tenancy: Tenancy,
     cut: WindowCut | None,
-    lost: ForgottenBlock | None,
-    now: Moment,
+    lost: Lost | None,
+    at_seconds: float,
 ) -> Finding:
-    """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. `lost`: what is remembered
-    of the next block. Read-only. Of what other namespaces store it tells no more than that they do.
+    """Why a look-up of packed tokens, stored as `tenancy` says, ended at the end of `node`. Read-only. Of what other
+    namespaces store it tells no more than that they do.
 
     Evidence is weighed in this order: everything usable hit; too short to hit; a window was gone; the next block was
     stored and forgotten; it differs from what is stored there; it is stored in another namespace; nothing is known of
@@ -218,21 +219,22 @@ def explain_lookup(
         is_short = num_usable_blocks == 0
         reason: Reason = "below_one_block" if is_short else "full_hit"
         num_shared = num_cached + nearest_continuation(continuations, data[node.end * size :]).num_tokens
-        return Finding(reason, num_tokens, num_cached, num_shared, 0 if is_short else None, now.at_seconds)
+        return Finding(reason, num_tokens, num_cached, num_shared, 0 if is_short else None, at_seconds)
     if cut is not None:
         num_known = cut.num_known_blocks * block_tokens
-        found = Finding("window_cut", num_tokens, num_cached, num_known, num_cached, now.at_seconds, why=cut.group)
+        found = Finding("window_cut", num_tokens, num_cached, num_known, num_cached, at_seconds, why=cut.group)
         found.num_lost_tokens = num_known - num_cached
         return found
     block = data[node.end * size : (node.end + 1) * size]
     nearest = nearest_continuation(continuations, block)
     shared = num_cached + nearest.num_tokens
-    found = Finding("never_seen", num_tokens, num_cached, shared, num_cached, now.at_seconds)
+    found = Finding("never_seen", num_tokens, num_cached, shared, num_cached, at_seconds)
     if lost is not None:
-        found.reason = "cleared" if lost.cause == CLEARED else "evicted"
-        found.why = {EXPENDED: SESSION_POLICY, OVER_QUOTA: QUOTA_POLICY}.get(lost.cause, now.policy)
-        found.lost_at_seconds = lost.at_seconds
-        found.pressure = now.num_evicted_blocks - lost.num_evicted_blocks
+        cause = lost.block.cause
+        found.reason = "cleared" if cause == CLEARED else "evicted"
+        found.why = {EXPENDED: SESSION_POLICY, OVER_QUOTA: QUOTA_POLICY}.get(cause, lost.policy)
+        found.lost_at_seconds = lost.block.at_seconds
+        found.pressure = lost.pressure
         return found
     if tree.is_elsewhere(node, block, namespace):
         found.reason = "other_namespace"

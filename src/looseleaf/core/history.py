@@ -40,7 +40,8 @@ class History:
 
     def add(self, request_id: RequestId, request: FinishedRequest) -> None:
         """Remember a request; an earlier one of the same id is replaced."""
-        self._drop(request_id)
+        if request_id in self._requests:
+            self._drop(request_id)
         self._requests[request_id] = request
         if request.data is not None:
             self._with_data[request_id] = len(request.data)

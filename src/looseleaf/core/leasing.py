@@ -162,14 +162,14 @@ class LeaseDesk:
         with self._lock:
             self._check_open(lease, "release")
             self.settle_one(lease)
-            num_committed = int(self.rows.num_committed[lease.row])
+            num_committed = self.rows.num_committed.item(lease.row)
             finished = FinishedRequest(
                 lease.tenancy, num_committed, lease.num_prompt_tokens, self.committed_blocks(lease), lease.finding
             )
             self._history.add(lease.request_id, finished)
             num_output = lease.num_output_tokens
             if num_output is None:
-                num_output = int(self.rows.num_tokens[lease.row]) - lease.num_prompt_tokens
+                num_output = self.rows.num_tokens.item(lease.row) - lease.num_prompt_tokens
             table = lease.table[: lease.num_blocks]
             self._store.let_go(lease.node, table, lease.first_rows, lease.number, num_output)
             if lease.finding.session is not None:
@@ -221,11 +221,12 @@ class LeaseDesk:
 
     def _reserve(self, lease: Lease, num_tokens: int) -> bool:
         self._check_open(lease, "reserve")
-        if num_tokens <= self.rows.num_reserved[lease.row]:
+        if num_tokens <= self.rows.num_reserved.item(lease.row):
             return True
         missing = self.blocks_for(num_tokens) - lease.num_blocks
         if missing > 0:
-            if not self.make_room([lease], [missing]):
+            is_short = missing * self._num_lanes > self._store.pool.num_free_blocks
+            if is_short and not self.make_room([lease], [missing]):
                 return False
             self.take(lease, missing)
         self.sync(lease, num_reserved=num_tokens)
@@ -247,11 +248,12 @@ class LeaseDesk:
         with self._lock:
             self._check_open(lease, "commit")
             rows, row = self.rows, lease.row
-            if num_tokens > min(rows.num_tokens[row], rows.num_reserved[row]):
+            if num_tokens > rows.num_tokens.item(row) or num_tokens > rows.num_reserved.item(row):
                 raise self.beyond(row, num_tokens)
-            if num_tokens > rows.num_committed[row]:
+            before = rows.num_committed.item(row)
+            if num_tokens > before:
                 self.settle_one(lease)
-                self.commit_to(lease, int(rows.num_committed[row]), num_tokens, is_padded)
+                self.commit_to(lease, before, num_tokens, is_padded)
                 rows.num_committed[row] = num_tokens
 
     def truncate(self, lease: Lease, num_tokens: int) -> None:
@@ -296,8 +298,6 @@ class LeaseDesk:
 
     def make_room(self, leases: Sequence[Lease], num_rows: Sequence[int]) -> bool:
         """Have free what each of these leases is about to take, so many blocks in each lane; False if that can't be."""
-        if sum(num_rows) * self._num_lanes <= self._store.ledger.num_free_blocks:
-            return True
         wanted: dict[Namespace, int] = {}
         for lease, count in zip(leases, num_rows, strict=True):
             wanted[lease.namespace] = wanted.get(lease.namespace, 0) + count * self._num_lanes
@@ -330,7 +330,7 @@ class LeaseDesk:
 
     def committed_blocks(self, lease: Lease) -> bytes:
         """Packed tokens of the committed whole blocks."""
-        num_blocks = int(self.rows.num_committed[lease.row]) // self._block_tokens
+        num_blocks = self.rows.num_committed.item(lease.row) // self._block_tokens
         return bytes(lease.head[: num_blocks * self._block_bytes])
 
     def note_in_flight(self, lease: Lease, num_tokens: int) -> None:
@@ -430,7 +430,7 @@ class LeaseDesk:
             rows.num_places[row] = lease.num_blocks * self._block_tokens
         if self._store.usage.tracks_private:
             self.count_private(lease)
-        index = int(rows.num_tokens[row]) // self._block_tokens
+        index = rows.num_tokens.item(row) // self._block_tokens
         rows.next_block[row] = lease.table[index] if index < lease.num_blocks else ABSENT
 
     def beyond(self, row: int, asked_tokens: int) -> CommitBeyondReserved:

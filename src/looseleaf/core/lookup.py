@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from looseleaf.core.auto_pins import LookUp
-from looseleaf.core.explain import Finding, Moment, WindowCut, explain_lookup
+from looseleaf.core.explain import Finding, Lost, WindowCut, explain_lookup
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.store import BlockStore
 from looseleaf.core.tokens import TOKEN_BYTES
@@ -62,9 +62,8 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
     node, table = store.hold(found.match, query.request)
     cut = None if found.cut_by is None else WindowCut(found.cut_by.group.name, found.num_known_blocks)
     keys = _keys_of_missing(store, query, node)
-    lost = None if keys is None or node.end == num_usable else store.forgotten.look_up(int(keys[0]))
-    moment = Moment(now, store.pressure.num_evicted_blocks, store.victims.policy.name)
-    finding = explain_lookup(store.tree, node, data, query.tenancy, cut, lost, moment)
+    lost = None if keys is None or node.end == num_usable else _lost(store, int(keys[0]))
+    finding = explain_lookup(store.tree, node, data, query.tenancy, cut, lost, now)
     finding.session = query.session
     if store.pins.records:
         _tell_pins(store, query, root, node, finding)
@@ -79,6 +78,14 @@ def look_up(store: BlockStore, query: Query, clock: Callable[[], float]) -> Foun
         _count(store, query.tenancy.namespace, finding)
         store.misses.record(query.tenancy.namespace, finding)
     return Found(node, table, query.earlier or finding, keys, cuts)
+
+
+def _lost(store: BlockStore, key: int) -> Lost | None:
+    """What is remembered of a block by its chain key, if it was stored once."""
+    block = store.forgotten.look_up(key)
+    if block is None:
+        return None
+    return Lost(block, store.pressure.num_evicted_blocks - block.num_evicted_blocks, store.victims.policy.name)
 
 
 def _count(store: BlockStore, namespace: Namespace, finding: Finding) -> None:

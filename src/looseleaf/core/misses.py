@@ -77,9 +77,11 @@ class _Bucket:
 
     def row(self, namespace: Namespace | None, reason: Reason) -> list[int]:
         """The counts in which a request is told."""
-        if namespace not in self.counts and len(self.counts) >= MAX_NAMESPACES:
-            namespace = None
-        return self.counts.setdefault(namespace, {}).setdefault(reason, [0] * 8)
+        by_reason = self.counts.get(namespace)
+        if by_reason is None:
+            by_reason = self.counts.setdefault(namespace if len(self.counts) < MAX_NAMESPACES else None, {})
+        row = by_reason.get(reason)
+        return by_reason.setdefault(reason, [0] * 8) if row is None else row
 
     def merge(self, other: _Bucket) -> None:
         """Take in what another one has counted."""

@@ -124,10 +124,11 @@ class UsageBook:
     def add_blocks(self, namespace: Namespace, stored: int = 0, private: int = 0) -> None:
         """So many blocks more (negative: fewer) are stored, or private."""
         account = self.of(namespace)
-        was_idle = not account.used_blocks
+        before = account.stored_blocks + account.private_blocks
         account.stored_blocks += stored
         account.private_blocks += private
-        if was_idle != (not account.used_blocks):
+        was_idle = before == 0
+        if was_idle != (before + stored + private == 0):
             self.num_users += 1 if was_idle else -1
             if was_idle:
                 self._idle.pop(account.name, None)
