@@ -79,18 +79,15 @@ class ForgottenTable:
         return ForgottenBlock(float(self._times[place]), count >> _CAUSE_BITS, count & _CAUSES)
 
     def keys_behind(self, node: Node, data: bytes, borders: Sequence[Border] = ()) -> Int64Array:
-        """Chain keys of the whole blocks of packed tokens `data`, right behind the end of `node`'s run: int64 [n].
-        `borders`: those of the prompt's `Tenancy`."""
+        """Chain keys of the whole blocks of a prompt, packed tokens `data`, behind the end of `node`'s run: int64 [n].
+        `borders`: those of its `Tenancy`."""
         key, size, at = self._end_key(node), self._block_bytes, node.end
-        num_blocks = len(data) // size
         parts: list[Int64Array] = []
         for border in borders:
-            if node.end <= border.first_block < node.end + num_blocks:
-                parts.append(
-                    self._chain.behind(key, data[(at - node.end) * size : (border.first_block - node.end) * size])
-                )
+            if node.end <= border.first_block < len(data) // size:
+                parts.append(self._chain.behind(key, data[at * size : border.first_block * size]))
                 key, at = join_keys(int(parts[-1][-1]) if len(parts[-1]) else key, border.namespace), border.first_block
-        rest = self._chain.behind(key, data[(at - node.end) * size :])
+        rest = self._chain.behind(key, data[at * size :])
         return np.concatenate((*parts, rest)) if parts else rest
 
     def evicted_run(self, keys: Int64Array) -> EvictedRun:

@@ -114,7 +114,7 @@ def _keys_of_missing(store: BlockStore, query: Query, node: Node) -> Int64Array 
     """Chain keys of the prompt's whole blocks behind `node`, if anybody has a use for them before they are stored."""
     if not store.victims.policy.uses_keys and store.forgotten.is_empty and store.auto_pins is None:
         return None
-    return store.forgotten.keys_behind(node, query.data[node.end * store.tree.block_bytes :], query.tenancy.borders)
+    return store.forgotten.keys_behind(node, query.data, query.tenancy.borders)
 
 
 def _tell_others(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -17,6 +18,7 @@ Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 TOKEN_BYTES = 4
 _LIMIT = 2**31
+_HIGHEST_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
@@ -36,7 +38,8 @@ def pack_tokens(tokens: Tokens) -> bytes:
         data = _pack_strange(tokens)
     if not data:
         raise InvalidTokens("the token sequence is empty", "a prompt has at least one token")
-    _check_not_negative(np.frombuffer(data, dtype=np.int32))
+    if not data[_HIGHEST_BYTE::TOKEN_BYTES].isascii():  # its top bit is set where a token is negative
+        _check_not_negative(unpack_tokens(data))
     return data
 
 
