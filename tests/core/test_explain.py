@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from looseleaf import CacheConfig, CacheManager, Explanation, LayerGroup, RequestError, UnknownRequest
@@ -289,3 +291,22 @@ def test_ten_thousand_explanations_take_little_memory() -> None:
     assert cache.explain("request-2999").reason == "diverged"
     assert full / 1000 < 1024, full / 1000
     assert more < 150_000  # nothing is kept of the others
+
+
+def test_the_nearest_continuation_whatever_came_and_went(make: MakeCache) -> None:
+    """Which stored continuations begin like a block is the same as a look at each of the newest 32 would find, while
+    others are stored behind the same run and evicted."""
+    rng = random.Random(1)
+    cache = make(120)
+    tree, num_found = cache._store.tree, 0
+    for _ in range(1000):
+        prompt = [rng.choice((1, 2))] * 8 + [rng.randrange(60) for _ in range(5)]
+        with start(cache, prompt) as lease:
+            assert lease.num_committed_tokens == len(prompt)
+        for node in (*tree.nodes.values(), *tree.roots.values())[-3:]:
+            token = np.int32(rng.randrange(60)).tobytes()
+            newest = list(reversed(node.children))[:32]
+            expected = [block for block in newest if block.startswith(token)]
+            assert tree.newest_alike(node, "", token) == expected
+            num_found += len(expected)
+    assert num_found > 20

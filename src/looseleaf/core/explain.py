@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, TypeAlias
 
 from looseleaf.core.forgotten import CLEARED, EXPENDED, OVER_QUOTA, ForgottenBlock
 from looseleaf.core.namespaces import Tenancy
 from looseleaf.core.tokens import TOKEN_BYTES, unpack_tokens
-from looseleaf.core.tree import Continuations, Node, PrefixTree
+from looseleaf.core.tree import Node, PrefixTree
+from looseleaf.ids import Namespace
 
 Reason: TypeAlias = Literal[
     "full_hit", "never_seen", "evicted", "other_namespace", "diverged", "below_one_block", "window_cut", "not_admitted",
     "cleared", "skipped",
 ]  # fmt: skip
-
-MAX_COMPARED_SIBLINGS = 32
-"""Stored continuations, newest first, among which the nearest one is looked for."""
 
 NUM_SHOWN_TOKENS = 8
 """Token ids that are told on both sides of a divergence."""
@@ -162,11 +159,12 @@ class Nearest:
     num_tokens: int
 
 
-def nearest_continuation(continuations: Continuations, block: bytes) -> Nearest:
-    """That of some continuations, oldest first, that begins most like `block`; the newest of those that begin alike."""
-    first = block[:TOKEN_BYTES]
+def nearest_continuation(tree: PrefixTree, node: Node, namespace: Namespace, block: bytes) -> Nearest:
+    """That of a node's newest continuations in a namespace that begins most like `block`; the newest of those that
+    begin alike."""
+    continuations = tree.continuations(node, namespace)
     best, num_best = None, 0
-    for key in [key for key in islice(reversed(continuations), MAX_COMPARED_SIBLINGS) if key.startswith(first)]:
+    for key in tree.newest_alike(node, namespace, block[:TOKEN_BYTES]):
         num_tokens = common_tokens(block, key)
         if num_tokens > num_best:
             best, num_best = continuations[key], num_tokens
@@ -214,11 +212,10 @@ def explain_lookup(
     block_tokens, num_tokens = size // TOKEN_BYTES, len(data) // TOKEN_BYTES
     num_cached, num_usable_blocks = node.end * block_tokens, (num_tokens - 1) // block_tokens
     namespace = tenancy.at(node.end)
-    continuations = tree.continuations(node, namespace)
     if node.end == num_usable_blocks:
         is_short = num_usable_blocks == 0
         reason: Reason = "below_one_block" if is_short else "full_hit"
-        num_shared = num_cached + nearest_continuation(continuations, data[node.end * size :]).num_tokens
+        num_shared = num_cached + nearest_continuation(tree, node, namespace, data[node.end * size :]).num_tokens
         return Finding(reason, num_tokens, num_cached, num_shared, 0 if is_short else None, at_seconds)
     if cut is not None:
         num_known = cut.num_known_blocks * block_tokens
@@ -226,7 +223,7 @@ def explain_lookup(
         found.num_lost_tokens = num_known - num_cached
         return found
     block = data[node.end * size : (node.end + 1) * size]
-    nearest = nearest_continuation(continuations, block)
+    nearest = nearest_continuation(tree, node, namespace, block)
     shared = num_cached + nearest.num_tokens
     found = Finding("never_seen", num_tokens, num_cached, shared, num_cached, at_seconds)
     if lost is not None:

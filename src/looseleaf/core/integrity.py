@@ -13,7 +13,7 @@ from looseleaf.core.leasing import LeaseDesk
 from looseleaf.core.namespaces import account_of
 from looseleaf.core.pin_record import HARD, SOFT, PinHold
 from looseleaf.core.store import BlockStore
-from looseleaf.core.tree import ABSENT, Node
+from looseleaf.core.tree import ABSENT, Node, heads_of
 from looseleaf.errors import IntegrityError
 from looseleaf.ids import Int32Array
 
@@ -123,6 +123,8 @@ def _check_tree(store: BlockStore, states: BlockStates) -> None:
         _require(parent.is_root or parent.num_holders >= node.num_holders, "I4", f"{name} is held more than its parent")
         _check_marks(store, node)
     _require(seen == set(tree.nodes), "I4", "the list of nodes and the tree differ")
+    for node in (*tree.roots.values(), *tree.nodes.values()):
+        _require(node.heads in (None, heads_of(node)), "I4", f"node {node.id}: heads are not those of its children")
     num_layered = sum(len(begun) for begun in tree.layered.values())
     num_first = num_layered + sum(len(root.children) for root in tree.roots.values())
     _require(sum(tree.first_blocks.values()) == num_first, "I4", f"{num_first} first blocks, others are counted")

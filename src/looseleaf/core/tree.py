@@ -18,6 +18,7 @@ own continuations and from those of every other namespace:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -36,6 +37,9 @@ ABSENT = -1
 
 Continuations: TypeAlias = "dict[bytes, Node] | MappingProxyType[bytes, Node]"
 """Stored runs by their first block, oldest first."""
+
+MAX_COMPARED_SIBLINGS = 32
+"""Stored continuations, newest first, among which the nearest one is looked for."""
 
 _NO_CHILDREN: Final[Continuations] = MappingProxyType({})
 """Of all leaves: most nodes are, and a dictionary each would be the most that they cost."""
@@ -63,11 +67,13 @@ class Node:
     queue           the victim queue in which it is offered: "", "expendable", "unpinned" or "soft"
     session         the only session that used it; None: several did, or requests without one
     chain_keys      int64 [num_blocks] or None: `forgotten.chain_keys` of its blocks, once they were asked for
+    heads           first tokens of its newest children, packed, newest last: of `MAX_COMPARED_SIBLINGS`, or of all if
+                    these are fewer; None if that was not asked for
     """
 
     __slots__ = (
-        "alive", "blocks", "chain_keys", "children", "end", "id", "last_tick", "last_used_at", "layers", "marks",
-        "namespace", "num_hard_pins", "num_holders", "num_uses", "parent", "queue", "sealed", "session",
+        "alive", "blocks", "chain_keys", "children", "end", "heads", "id", "last_tick", "last_used_at", "layers",
+        "marks", "namespace", "num_hard_pins", "num_holders", "num_uses", "parent", "queue", "sealed", "session",
         "soft_priorities", "tokens",
     )  # fmt: skip
 
@@ -94,6 +100,7 @@ class Node:
         self.queue = ""
         self.session: SessionRecord | None = None
         self.chain_keys: Int64Array | None = None
+        self.heads: bytes | None = None
 
     @property
     def is_root(self) -> bool:
@@ -201,6 +208,17 @@ class PrefixTree:
             return node.children
         return _NO_CHILDREN if node.layers is None else node.layers.get(namespace, _NO_CHILDREN)
 
+    def newest_alike(self, node: Node, namespace: Namespace, token: bytes) -> list[bytes]:
+        """Of the newest continuations of a node in a namespace, `MAX_COMPARED_SIBLINGS` at most, the first blocks of
+        those that begin with a packed token, newest first."""
+        continuations = self.continuations(node, namespace)
+        if continuations is node.children:
+            if node.heads is None:
+                node.heads = heads_of(node)
+            if token not in node.heads:  # keys lie all over the memory, their heads in one place
+                return []
+        return [key for key in islice(reversed(continuations), MAX_COMPARED_SIBLINGS) if key.startswith(token)]
+
     def is_elsewhere(self, node: Node, block: bytes, namespace: Namespace) -> bool:
         """True if `block` is stored right behind `node`, or at the begin, in another namespace than this one, in which
         it is not."""
@@ -262,6 +280,8 @@ class PrefixTree:
             self.layered.setdefault(namespace, {})[node.id] = node
         else:
             _children(parent)[key] = node
+            if parent.heads is not None:
+                parent.heads = (parent.heads + key[:TOKEN_BYTES])[-MAX_COMPARED_SIBLINGS * TOKEN_BYTES :]
         self.nodes[node.id] = node
         if parent.parent is None or begins_layer:
             first = self._first_key(parent, key)
@@ -330,6 +350,8 @@ class PrefixTree:
             self._remove_from_layer(parent, node, key)
         else:
             del _children(parent)[key]
+            if parent.heads is not None and key[:TOKEN_BYTES] in parent.heads:
+                parent.heads = None
         del self.nodes[node.id]
         node.alive = False
         if parent.parent is None or node.begins_layer:
@@ -361,6 +383,12 @@ class PrefixTree:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def heads_of(node: Node) -> bytes:
+    """See `Node.heads`."""
+    newest = list(islice(reversed(node.children), MAX_COMPARED_SIBLINGS))
+    return b"".join([key[:TOKEN_BYTES] for key in reversed(newest)])
 
 
 def _children(node: Node) -> dict[bytes, Node]:
