@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ from hf_models import full_logits, random_tokens, tiny_model
 from torch import nn
 
 from looseleaf.hf import packed_linear
-from looseleaf.hf.packed_linear import PackedLinears, can_pack
+from looseleaf.hf.packed_linear import PackedLinears, is_known_processor
 from looseleaf.hf.runner import HFRunner
 
-pytestmark = pytest.mark.skipif(not can_pack(), reason="nothing is packed on this processor")
+pytestmark = pytest.mark.skipif(not is_known_processor(), reason="nothing is packed on this processor")
 
 
 def layers() -> nn.Sequential:
@@ -30,6 +32,63 @@ def test_products_are_the_plain_ones() -> None:
     assert packed.num_layers == 3
     for each, want in zip(rows, wanted, strict=True):
         torch.testing.assert_close(model(each), want, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_outputs", [5, 16, 200])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_row_never_depends_on_the_others(num_outputs: int, is_half: bool) -> None:
+    """[R28] A row's numbers are the same bits alone and beside any number of rows, on any number of threads."""
+    torch.manual_seed(1)
+    layer = nn.Linear(50, num_outputs).eval()
+    layer.weight.data = layer.weight.bfloat16().float() if is_half else layer.weight.data
+    rows = torch.randn(130, 50)
+    PackedLinears(layer_in := nn.Sequential(layer))
+    alone = torch.cat([layer_in(row[None]) for row in rows])
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for count in (*range(1, 20), 47, 48, 49, 97, 130):
+                assert torch.equal(layer_in(rows[:count]), alone[:count])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def test_bfloat16_numbers_take_half_the_memory() -> None:
+    """A weight of bfloat16 numbers is kept in 16 bits, and one more digit anywhere makes it 32; both restored alike."""
+    layer = nn.Linear(48, 32, bias=False).eval()
+    weight = layer.weight.detach().bfloat16().float()
+    for changed, dtype in ((0.0, torch.bfloat16), (1e-7, torch.float32)):
+        layer.weight.data = weight.clone()
+        layer.weight.data[31, 47] += changed
+        before = layer.weight.detach().clone()
+        packed = PackedLinears(nn.Sequential(layer))
+        assert [each.panels.dtype for each in packed._layers] == [dtype]
+        packed.restore()
+        assert torch.equal(layer.weight, before)
+
+
+@torch.inference_mode()
+def test_rows_in_any_order_of_memory() -> None:
+    """Rows that are a view, a slice or transposed; rows of another dtype are refused, not misread."""
+    model = nn.Sequential(nn.Linear(40, 30)).eval()
+    rows = torch.randn(40, 12)
+    wide = torch.randn(9, 100)
+    wanted = [model(rows.T), model(wide[:, 30:70]), model(wide[::2, :40])]
+    PackedLinears(model)
+    for found, want in zip([model(rows.T), model(wide[:, 30:70]), model(wide[::2, :40])], wanted, strict=True):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    with pytest.raises(TypeError, match="float64"):
+        model(torch.randn(3, 40, dtype=torch.float64))
+
+
+def test_without_numba_layers_stay_plain(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No compiled product: nothing is packed, and the log says what to install."""
+    monkeypatch.setitem(sys.modules, "looseleaf.hf.matrix_kernel", None)
+    assert PackedLinears(layers()).num_layers == 0
+    assert "pip install" in caplog.text
 
 
 def test_restored_to_the_bit() -> None:
@@ -52,7 +111,7 @@ def test_shared_weights_are_kept() -> None:
     model["head"].weight = model["table"].weight
     before = model["table"].weight.detach().clone()
     packed = PackedLinears(model)
-    assert packed.extra_bytes == before.numel() * 4
+    assert packed.extra_bytes == 64 * 8 * 4  # panels are whole
     assert torch.equal(model["table"].weight, before)
 
 

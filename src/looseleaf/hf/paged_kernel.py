@@ -8,16 +8,14 @@ region: every thread takes the next piece of work until none is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core.errors import NumbaError
-from numba.extending import intrinsic
+
+from looseleaf.hf.compiled import NumbaError, address_of, pointer, take_next
 
 __all__ = ["LOG2_E", "NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
 
@@ -66,27 +64,6 @@ class Field(IntEnum):
 
 
 NUM_FIELDS: Final = len(Field)
-
-
-@intrinsic
-def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:  # noqa: ARG001 - the form of an intrinsic
-    """`address` int64 as a pointer to numbers of the type `kind`."""
-    target = types.CPointer(kind.dtype)
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        return builder.inttoptr(arguments[0], context.get_value_type(target))
-
-    return target(address, kind), code
-
-
-@intrinsic
-def _take_next(typingctx: Any, counter: Any) -> Any:  # noqa: ARG001
-    """Add one to the int64 behind the pointer `counter`, as one step for all threads; gives what was there before."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-        return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(counter), code
 
 
 @numba.njit(fastmath=MATH, error_model="numpy")
@@ -230,17 +207,17 @@ def _tile(
 
 @numba.njit(error_model="numpy")
 def _floats(address: int, rows: int, width: int) -> Any:
-    return numba.carray(_pointer(address, types.float32), (rows, width))
+    return numba.carray(pointer(address, types.float32), (rows, width))
 
 
 @numba.njit(error_model="numpy")
 def _halves(address: int, rows: int, width: int) -> Any:
-    return numba.carray(_pointer(address, types.uint16), (rows, width))
+    return numba.carray(pointer(address, types.uint16), (rows, width))
 
 
 @numba.njit(error_model="numpy")
 def _integers(address: int, count: int) -> Any:
-    return numba.carray(_pointer(address, types.int64), (count,))
+    return numba.carray(pointer(address, types.int64), (count,))
 
 
 @numba.njit(error_model="numpy")
@@ -254,7 +231,7 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
     num_heads, block_tokens, num_columns = num_kv * sharing, a[Field.BLOCK_TOKENS], a[Field.NUM_COLUMNS]
     item = _integers(a[Field.ITEMS], 6 * a[Field.NUM_ITEMS])[6 * index :]
     first, stop, first_part, num_members = item[1], item[2], item[5], item[4]
-    table = numba.carray(_pointer(a[Field.TABLES] + 4 * item[0] * num_columns, types.int32), (num_columns,))
+    table = numba.carray(pointer(a[Field.TABLES] + 4 * item[0] * num_columns, types.int32), (num_columns,))
     members = _integers(a[Field.MEMBERS], a[Field.NUM_PARTS])[item[3] : item[3] + num_members]
     given = _floats(a[Field.QUERY], a[Field.NUM_ROWS] * num_heads, key_dim)
     parts = _floats(a[Field.PARTS], a[Field.NUM_PARTS] * num_heads, value_dim)
@@ -341,7 +318,7 @@ def attend_float32(record: Any) -> None:
     keys = _floats(a[Field.KEYS], a[Field.NUM_SLOTS], a[Field.KEY_WIDTH])
     values = _floats(a[Field.VALUES], a[Field.NUM_SLOTS], a[Field.VALUE_WIDTH])
     while True:
-        index = _take_next(record)
+        index = take_next(record)
         if index >= a[Field.NUM_WORK]:
             break
         _attend(a, index, keys, values, None)
@@ -353,7 +330,7 @@ def attend_bfloat16(record: Any) -> None:
     keys = _halves(a[Field.KEYS], a[Field.NUM_SLOTS], a[Field.KEY_WIDTH])
     values = _halves(a[Field.VALUES], a[Field.NUM_SLOTS], a[Field.VALUE_WIDTH])
     while True:
-        index = _take_next(record)
+        index = take_next(record)
         if index >= a[Field.NUM_WORK]:
             break
         _attend(a, index, keys, values, True)
@@ -363,12 +340,7 @@ def merge(record: Any) -> None:
     """Body of a parallel region: put the parts of all rows together."""
     a = numba.carray(record, (NUM_FIELDS,))
     while True:
-        index = _take_next(record)
+        index = take_next(record)
         if index >= a[Field.NUM_WORK]:
             break
         _merge(a, index)
-
-
-def address_of(body: Callable[[Any], None]) -> int:
-    """Machine code of one of the three bodies, a C function of a pointer to the record; compiled once per machine."""
-    return int(numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)(body).address)
