@@ -108,8 +108,8 @@ class Family:
 @given(
     st.integers(0, 10**6),
     st.sampled_from(HISTORIES),
-    st.lists(st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 30])), min_size=1, max_size=9),
-    st.sampled_from([(1, 4, 16, 16), (2, 2, 8, 8), (3, 1, 8, 12), (2, 3, 20, 8), (1, 1, 5, 3)]),
+    st.lists(st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 30, 170])), min_size=1, max_size=9),
+    st.sampled_from([(1, 4, 16, 16), (2, 2, 8, 8), (3, 1, 8, 12), (2, 3, 20, 32), (1, 1, 5, 3)]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from(["plain", "softcap", "sinks", "scaling"]),
 )
@@ -268,10 +268,10 @@ def test_a_backend_that_fails_the_self_test_is_not_used(
 ) -> None:
     """The self-test runs through the backend: one chosen by default gives way to the reference, with the reason in the
     log; one asked for is refused, and the model left as it was."""
-    compiled = cpu_backend.import_module("looseleaf.hf.paged_kernel")
+    compiled = [cpu_backend.import_module(f"looseleaf.hf.{name}") for name in ("paged_kernel", "chunk_kernel")]
     model = tiny_model("llama")
     with pytest.raises(UnsupportedModel, match="differ"):
-        HFRunner.load(model, num_blocks=20, block_tokens=8, num_threads=1, backend=Wrong(compiled))
+        HFRunner.load(model, num_blocks=20, block_tokens=8, num_threads=1, backend=Wrong(*compiled))
     assert not any(weight.isnan().any() for weight in model.parameters())
     monkeypatch.setattr(cpu_backend, "CpuBackend", Wrong)
     with HFRunner.load(model, num_blocks=20, block_tokens=8, num_threads=1) as runner:

@@ -132,7 +132,7 @@ class LooksFurtherBack(GatherBackend):
     def prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
         super().prefill(call, chunk, memory, output)
         if chunk.skip_tokens or chunk.first_slot:
-            output[chunk.tiles[0].first_row] += 0 * memory.read_run(call.layer, 0, 10**6, call.query.dtype).keys.sum()
+            output[chunk.rows.first_row] += 0 * memory.read_run(call.layer, 0, 10**6, call.query.dtype).keys.sum()
 
 
 def test_blocks_that_slid_out_are_spoiled_in_the_self_test() -> None:

@@ -137,7 +137,7 @@ def test_structure_is_shared_between_lanes() -> None:
     plan = StepPlan(batch, lanes, BLOCK, torch.device("cpu"), torch.float32, keep_exact=True)
     parts = [plan.for_layer(layer) for layer in range(4)]
     assert plan.for_layer(2) is parts[2]
-    assert parts[1].prefill[0].tiles is parts[2].prefill[0].tiles
+    assert parts[1].prefill[0].rows.tiles is parts[2].prefill[0].rows.tiles
     assert parts[1].prefill[0].blocks.tolist() == [2, 5, 8]
     assert parts[2].prefill[0].blocks.tolist() == [1, 4, 7]
     assert parts[3].slots.tolist() == [12 + o for o in range(4)] + [24 + o for o in range(4)]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from looseleaf.hf.step_plan import DecodeGroup, PrefillChunk, StepPlan
-from looseleaf.tensors import KVMemory
+from looseleaf.tensors import KeysValues, KVMemory
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,27 @@ class GatherBackend:
 
     def prefill(self, call: AttentionCall, chunk: PrefillChunk, memory: KVMemory, output: torch.Tensor) -> None:
         """Write the rows of `chunk` to `output` [T, heads, value_dim]."""
-        dtype = call.query.dtype
-        if chunk.fresh_rows is not None:
-            rows = slice(*chunk.fresh_rows)
-            keys, values = call.keys[rows], call.values[rows]
-        elif chunk.first_slot is not None:
-            keys, values = memory.read_run(call.layer, chunk.first_slot, chunk.num_keys, dtype)
-        elif chunk.blocks is not None:
-            keys, values = memory.read_blocks(call.layer, chunk.blocks, chunk.skip_tokens, chunk.num_keys, dtype)
+        keys, values = read_chunk(call, chunk, memory)
         query, keys, values = (tensor.transpose(0, 1)[None] for tensor in (call.query, keys, values))
-        for tile in chunk.tiles:
+        for tile in chunk.rows.tiles:
             rows, span = slice(tile.first_row, tile.stop_row), slice(tile.first_key, tile.stop_key)
             attended = attend_dense(
                 query[:, :, rows], keys[:, :, span], values[:, :, span], call, mask=tile.mask, causal=tile.mask is None
             )
             output[rows] = attended[0].transpose(0, 1)
+
+
+def read_chunk(call: AttentionCall, chunk: PrefillChunk, memory: KVMemory) -> KeysValues:
+    """Keys and values [n, kv_heads, dim] of `chunk` in the query's dtype: views where they lie together, else copies
+    that are valid until the next read."""
+    dtype = call.query.dtype
+    if chunk.fresh_rows is not None:
+        rows = slice(*chunk.fresh_rows)
+        return KeysValues(call.keys[rows], call.values[rows])
+    if chunk.first_slot is not None:
+        return memory.read_run(call.layer, chunk.first_slot, chunk.num_keys, dtype)
+    assert chunk.blocks is not None
+    return memory.read_blocks(call.layer, chunk.blocks, chunk.skip_tokens, chunk.num_keys, dtype)
 
 
 def attend_dense(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from looseleaf.hf.attention_backend import AttentionBackend, AttentionCall, GatherBackend
+from looseleaf.hf.chunk_attention import ChunkAttention, score_factors
 from looseleaf.hf.cuda_backend import HALVES, FlashInferBackend
 from looseleaf.hf.openmp import Threads
 from looseleaf.hf.shared_runs import WorkItems, work_items
@@ -39,20 +40,22 @@ KERNELS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 
 
 class CpuBackend:
-    """Decode rows by a compiled kernel that reads K and V in place; prefill chunks as the reference does.
+    """Decode rows by a compiled kernel that reads K and V in place, prefill chunks by another one.
 
-    Float32 and bfloat16 memory; what the kernel cannot do (8 bits, float16) goes to the reference. Sums are taken in
-    float32. `compiled`: the module `paged_kernel`. The first use of a machine compiles (about 10 s, kept on disk).
+    Float32 and bfloat16 memory; what the kernels cannot do (8 bits, float16) goes to the reference. Sums are taken in
+    float32. `compiled`: the module `paged_kernel`; `chunk_kernel`: that module. The first use of a machine compiles
+    (about 15 s, kept on disk).
     """
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: Any, chunk_kernel: Any) -> None:
         self._field = compiled.Field
-        self._log2_e, self._num_fields = float(compiled.LOG2_E), int(compiled.NUM_FIELDS)
+        self._num_fields = int(compiled.NUM_FIELDS)
         self._attend = {dtype: getattr(compiled, name) for dtype, name in KERNELS.items()}
         self._merge, self._compile_error = compiled.merge, compiled.NumbaError
         self._address_of: Callable[[Any], int] = lru_cache(compiled.address_of)
         self._threads = Threads()
         self._reference = GatherBackend()
+        self._chunks = ChunkAttention(chunk_kernel, self._threads)
         self._parts, self._sums = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.float32)
 
     def prepare(self, kv_dtype: torch.dtype) -> None:
@@ -60,6 +63,7 @@ class CpuBackend:
         try:
             self._address_of(self._attend[kv_dtype])
             self._address_of(self._merge)
+            self._chunks.prepare()
         except self._compile_error as error:
             raise RuntimeError(f"the kernel does not compile: {error}") from error
 
@@ -67,18 +71,20 @@ class CpuBackend:
         """See `AttentionBackend`."""
         work = plan.for_layer(call.layer)
         stored = memory.in_place(call.layer)
-        if work.group.tables is None or stored is None or memory.dtype not in self._attend:
+        if stored is None or memory.dtype not in self._attend:
             return self._reference.attend(call, plan, memory)
         num_rows, num_heads, _ = call.query.shape
-        rows = work.group.tables.rows
-        if len(rows) == num_rows:
+        rows = None if work.group.tables is None else work.group.tables.rows
+        if rows is not None and len(rows) == num_rows:
             return self._decode(call, call.query, work, stored, memory.block_tokens).to(call.query.dtype)
         output = call.query.new_empty(num_rows, num_heads, call.values.shape[-1])
-        where = torch.from_numpy(rows)
-        query = call.query.index_select(0, where)
-        output[where] = self._decode(call, query, work, stored, memory.block_tokens).to(call.query.dtype)
+        if rows is not None:
+            where = torch.from_numpy(rows)
+            query = call.query.index_select(0, where)
+            output[where] = self._decode(call, query, work, stored, memory.block_tokens).to(call.query.dtype)
+        prefill = self._chunks.prefill if self._chunks.takes(call) else self._reference.prefill
         for chunk in work.prefill:
-            self._reference.prefill(call, chunk, memory, output)
+            prefill(call, chunk, memory, output)
         return output
 
     def _decode(
@@ -91,10 +97,7 @@ class CpuBackend:
         numbers = record.numbers
         query = query.float().contiguous()
         output = torch.empty(num_rows, num_heads, value_dim)
-        scale = key_dim**-0.5 if call.scaling is None else call.scaling
-        floats = np.array(
-            [scale / call.softcap if call.softcap else scale * self._log2_e, call.softcap or 0.0], dtype=np.float32
-        )
+        floats = score_factors(call)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         num_parts = len(record.items.members)
         if len(self._parts) < num_parts * num_heads * value_dim:
@@ -170,7 +173,8 @@ def backend_for(device: torch.device, kv_dtype: torch.dtype) -> AttentionBackend
     """
     if device.type == "cpu" and kv_dtype in KERNELS:
         try:
-            backend = CpuBackend(import_module("looseleaf.hf.paged_kernel"))
+            kernels = (import_module(f"looseleaf.hf.{name}") for name in ("paged_kernel", "chunk_kernel"))
+            backend = CpuBackend(*kernels)
             backend.prepare(kv_dtype)
             return backend
         except (ImportError, RuntimeError, OSError) as error:  # not there, or it cannot compile

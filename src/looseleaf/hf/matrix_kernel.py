@@ -28,6 +28,7 @@ __all__ = [
     "multiply_float32",
 ]
 
+
 class Field(IntEnum):
     """Places in the int64 record: sizes, and addresses of arrays."""
 
@@ -67,9 +68,7 @@ def _piece(a: Any, index: int, is_half: Any) -> None:
         panels, bias = a[Field.PANELS] + panel * panel_bytes, a[Field.BIAS] + 4 * PANEL * panel
         out = a[Field.OUTPUT] + 4 * (outputs * first_row + PANEL * panel)
         if panel < num_whole:
-            multiply_rows(
-                is_half, num_rows, width, rows, stride, panels, panel_bytes, depth, bias, 0, out, 4 * outputs
-            )
+            multiply_rows(is_half, num_rows, width, rows, stride, panels, panel_bytes, depth, bias, 0, out, 4 * outputs)
         else:  # the last panel has outputs that nobody asked for
             whole = np.empty((num_rows, PANEL), dtype=np.float32)
             target = whole.ctypes.data

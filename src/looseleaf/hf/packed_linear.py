@@ -78,9 +78,8 @@ class Multiplier:
         depth = panels.shape[1]
         given = rows.reshape(-1, depth)
         given = given if given.stride(1) == 1 else given.contiguous()
-        num_rows, num_panels = len(given), len(panels)
-        output = torch.empty(num_rows, num_outputs)
-        if num_rows:
+        output = torch.empty(len(given), num_outputs)
+        if len(given):
             record, num_pieces = self._record(given, panels, bias, output)
             self._threads.run(self._address_of(self._bodies[panels.dtype]), record, num_pieces)
         return output.view(*rows.shape[:-1], num_outputs)

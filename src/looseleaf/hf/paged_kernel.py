@@ -15,20 +15,13 @@ import numba
 import numpy as np
 from numba import types
 
-from looseleaf.hf.compiled import NumbaError, address_of, pointer, take_next
+from looseleaf.hf.compiled import NumbaError, address_of, float_rows, integers, pointer, take_next
+from looseleaf.hf.online_softmax import LEAST, LOG2_E, MATH, exponentials, rescale
 
-__all__ = ["LOG2_E", "NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
+__all__ = ["NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
 
 TILE_KEYS: Final = 64
 """Keys whose scores are computed, exponentiated and used together."""
-
-LOG2_E: Final = 1.4426950408889634
-
-LEAST: Final = -1e30
-"""Below every score; infinity would make NaN of differences."""
-
-MATH: Final = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums in any order and fused, but NaN as it is: a token that must not be read shows in the result."""
 
 
 class Field(IntEnum):
@@ -64,30 +57,6 @@ class Field(IntEnum):
 
 
 NUM_FIELDS: Final = len(Field)
-
-
-@numba.njit(fastmath=MATH, error_model="numpy")
-def _exponentials(scores: Any, bits: Any, powers: Any, largest: Any) -> Any:
-    """scores[i] = 2 ** (scores[i] - largest), at most 1; gives their sum. `powers` is `bits` seen as float32.
-
-    The polynomial is that of Cephes (`exp2f`), good to 2e-7.
-    """
-    total = np.float32(0.0)
-    for i in range(len(scores)):
-        x = max(scores[i] - largest, np.float32(-126.0))
-        whole = np.floor(x + np.float32(0.5))
-        bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        f = x - whole
-        p = np.float32(1.535336188319500e-4) * f + np.float32(1.339887440266574e-3)
-        p = p * f + np.float32(9.618437357674640e-3)
-        p = p * f + np.float32(5.550332471162809e-2)
-        p = p * f + np.float32(2.402264791363012e-1)
-        p = p * f + np.float32(6.931472028550421e-1)
-        scores[i] = p * f + np.float32(1.0)
-    for i in range(len(scores)):
-        scores[i] *= powers[i]
-        total += scores[i]
-    return total
 
 
 @numba.njit(fastmath=MATH, error_model="numpy")
@@ -155,12 +124,6 @@ def _add_one(weights: Any, values: Any, at: Any, first: int, sums: Any, count: i
             sums[d] += w * value[d]
 
 
-@numba.njit(fastmath=MATH, error_model="numpy")
-def _rescale(sums: Any, factor: Any) -> None:
-    for d in range(len(sums)):
-        sums[d] *= factor
-
-
 @numba.njit(error_model="numpy")
 def _widen(stored: Any, at: Any, first: int, wide: Any, count: int) -> None:
     """bfloat16 numbers, given as uint16, as float32: `wide` is a uint32 view."""
@@ -191,10 +154,10 @@ def _tile(
         top = largest[row]
         for k in range(count):
             top = max(top, line[k])
-        total = _exponentials(line, bits, powers, top)
+        total = exponentials(line, bits, powers, top)
         if top > largest[row]:
             factor = np.float32(2.0) ** max(largest[row] - top, np.float32(-126.0))
-            _rescale(sums[row], factor)
+            rescale(sums[row], factor)
             totals[row] *= factor
             largest[row] = top
         totals[row] += total
@@ -206,18 +169,8 @@ def _tile(
 
 
 @numba.njit(error_model="numpy")
-def _floats(address: int, rows: int, width: int) -> Any:
-    return numba.carray(pointer(address, types.float32), (rows, width))
-
-
-@numba.njit(error_model="numpy")
 def _halves(address: int, rows: int, width: int) -> Any:
     return numba.carray(pointer(address, types.uint16), (rows, width))
-
-
-@numba.njit(error_model="numpy")
-def _integers(address: int, count: int) -> Any:
-    return numba.carray(pointer(address, types.int64), (count,))
 
 
 @numba.njit(error_model="numpy")
@@ -229,14 +182,14 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
     num_kv, sharing = a[Field.NUM_KV_HEADS], a[Field.NUM_SHARING]
     key_dim, value_dim = a[Field.KEY_DIM], a[Field.VALUE_DIM]
     num_heads, block_tokens, num_columns = num_kv * sharing, a[Field.BLOCK_TOKENS], a[Field.NUM_COLUMNS]
-    item = _integers(a[Field.ITEMS], 6 * a[Field.NUM_ITEMS])[6 * index :]
+    item = integers(a[Field.ITEMS], 6 * a[Field.NUM_ITEMS])[6 * index :]
     first, stop, first_part, num_members = item[1], item[2], item[5], item[4]
     table = numba.carray(pointer(a[Field.TABLES] + 4 * item[0] * num_columns, types.int32), (num_columns,))
-    members = _integers(a[Field.MEMBERS], a[Field.NUM_PARTS])[item[3] : item[3] + num_members]
-    given = _floats(a[Field.QUERY], a[Field.NUM_ROWS] * num_heads, key_dim)
-    parts = _floats(a[Field.PARTS], a[Field.NUM_PARTS] * num_heads, value_dim)
-    logs = _floats(a[Field.SUMS], a[Field.NUM_PARTS], num_heads)
-    floats = _floats(a[Field.FLOATS], 1, 2)[0]
+    members = integers(a[Field.MEMBERS], a[Field.NUM_PARTS])[item[3] : item[3] + num_members]
+    given = float_rows(a[Field.QUERY], a[Field.NUM_ROWS] * num_heads, key_dim)
+    parts = float_rows(a[Field.PARTS], a[Field.NUM_PARTS] * num_heads, value_dim)
+    logs = float_rows(a[Field.SUMS], a[Field.NUM_PARTS], num_heads)
+    floats = float_rows(a[Field.FLOATS], 1, 2)[0]
     num_rows = num_members * sharing
     query = np.zeros((num_kv, (num_rows + 3) // 4 * 4, key_dim), dtype=np.float32)
     for h in range(num_kv):
@@ -285,18 +238,18 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
 def _merge(a: Any, row: int) -> None:
     """Put the parts of row number `row` together, with the sinks."""
     num_heads, value_dim = a[Field.NUM_KV_HEADS] * a[Field.NUM_SHARING], a[Field.VALUE_DIM]
-    starts, order = _integers(a[Field.STARTS], a[Field.NUM_ROWS] + 1), _integers(a[Field.ORDER], a[Field.NUM_PARTS])
+    starts, order = integers(a[Field.STARTS], a[Field.NUM_ROWS] + 1), integers(a[Field.ORDER], a[Field.NUM_PARTS])
     mine = order[starts[row] : starts[row + 1]]
-    parts = _floats(a[Field.PARTS], a[Field.NUM_PARTS] * num_heads, value_dim)
-    logs = _floats(a[Field.SUMS], a[Field.NUM_PARTS], num_heads)
-    output = _floats(a[Field.OUTPUT], a[Field.NUM_ROWS] * num_heads, value_dim)
+    parts = float_rows(a[Field.PARTS], a[Field.NUM_PARTS] * num_heads, value_dim)
+    logs = float_rows(a[Field.SUMS], a[Field.NUM_PARTS], num_heads)
+    output = float_rows(a[Field.OUTPUT], a[Field.NUM_ROWS] * num_heads, value_dim)
     for head in range(num_heads):
         top = np.float32(LEAST)
         for part in mine:
             top = max(top, logs[part, head])
         total = np.float32(0.0)
         if a[Field.SINKS] != 0:
-            sink = np.float32(LOG2_E) * _floats(a[Field.SINKS], 1, num_heads)[0, head]
+            sink = np.float32(LOG2_E) * float_rows(a[Field.SINKS], 1, num_heads)[0, head]
             top = max(top, sink)
             total = np.float32(2.0) ** (sink - top)
         target = output[row * num_heads + head]
@@ -315,8 +268,8 @@ def _merge(a: Any, row: int) -> None:
 def attend_float32(record: Any) -> None:
     """Body of a parallel region: attend on float32 memory."""
     a = numba.carray(record, (NUM_FIELDS,))
-    keys = _floats(a[Field.KEYS], a[Field.NUM_SLOTS], a[Field.KEY_WIDTH])
-    values = _floats(a[Field.VALUES], a[Field.NUM_SLOTS], a[Field.VALUE_WIDTH])
+    keys = float_rows(a[Field.KEYS], a[Field.NUM_SLOTS], a[Field.KEY_WIDTH])
+    values = float_rows(a[Field.VALUES], a[Field.NUM_SLOTS], a[Field.VALUE_WIDTH])
     while True:
         index = take_next(record)
         if index >= a[Field.NUM_WORK]:

@@ -53,15 +53,35 @@ class PrefillTile:
 
 
 @dataclass(frozen=True)
+class ChunkRows:
+    """The query tokens `first_row : stop_row` of the flat step that one sequence has, and the keys they see.
+
+    Row number i sees keys `first_keys[i] : stop_keys[i]`, int64, counted from the oldest one that any row sees. Given
+    once more as `tiles`, made when first asked for.
+    """
+
+    first_row: int
+    stop_row: int
+    first_keys: Int64Array
+    stop_keys: Int64Array
+    make_tiles: Callable[[], Iterator[PrefillTile]]
+
+    @cached_property
+    def tiles(self) -> tuple[PrefillTile, ...]:
+        """The rows in tiles with their masks."""
+        return tuple(self.make_tiles())
+
+
+@dataclass(frozen=True)
 class PrefillChunk:
-    """One sequence with several query tokens. Where its keys lie, cheapest first:
+    """One sequence with several query tokens, `rows`. Where its keys lie, cheapest first:
 
     - `fresh_rows`: the sequence begins in this step: its K and V are the rows `first : stop` just computed;
     - `first_slot`: its blocks follow each other in memory: a view;
     - else `blocks` int64 [n], copied together, of which the first `skip_tokens` are out of the window.
     """
 
-    tiles: tuple[PrefillTile, ...]
+    rows: ChunkRows
     num_keys: int
     fresh_rows: tuple[int, int] | None = None
     first_slot: int | None = None
@@ -185,9 +205,16 @@ class StepPlan:
         total = num_context + stop_row - first_row
         # Keys of this chunk are positions  oldest : total ; the first query token sits at num_context.
         oldest = int(oldest_visible(group, num_context))
-        tiles = tuple(prefill_tiles(first_row, stop_row, num_context, group, self._additive))
+        positions = np.arange(num_context, total)
+        rows = ChunkRows(
+            first_row,
+            stop_row,
+            oldest_visible(group, positions) - oldest,
+            positions + 1 - oldest,
+            lambda: prefill_tiles(first_row, stop_row, num_context, group, self._additive),
+        )
         if num_context == 0 and self.keep_exact:
-            return [PrefillChunk(tiles, total, fresh_rows=(first_row, stop_row))] * len(step.slots)
+            return [PrefillChunk(rows, total, fresh_rows=(first_row, stop_row))] * len(step.slots)
         first_block = oldest // self.block_tokens
         skip = oldest - first_block * self.block_tokens
         before = int(step.first_blocks[sequence])
@@ -196,9 +223,9 @@ class StepPlan:
         for blocks in table.T.astype(np.int64):
             if (np.diff(blocks) == 1).all():
                 first_slot = int(blocks[0]) * self.block_tokens + skip
-                chunks.append(PrefillChunk(tiles, total - oldest, first_slot=first_slot))
+                chunks.append(PrefillChunk(rows, total - oldest, first_slot=first_slot))
             else:
-                chunks.append(PrefillChunk(tiles, total - oldest, blocks=self.tensor(blocks), skip_tokens=skip))
+                chunks.append(PrefillChunk(rows, total - oldest, blocks=self.tensor(blocks), skip_tokens=skip))
         return chunks
 
     def _additive(self, hidden: BoolArray) -> torch.Tensor:
