@@ -22,7 +22,7 @@ TILE_ROWS: Final = 128
 
 
 class ChunkAttention:
-    """Attends a sequence's query tokens of one step, in float32, causal or with a window. `compiled`: `chunk_kernel`."""
+    """Attends a sequence's query tokens of one step, in float32. `compiled`: the module `chunk_kernel`."""
 
     def __init__(self, compiled: Any, threads: Threads) -> None:
         self._field, self._num_fields = compiled.Field, int(compiled.NUM_FIELDS)
