@@ -1,12 +1,14 @@
-"""CPU time of the core's bookkeeping beside vLLM's: admission of a prompt, decode step of 256 sequences.
+"""CPU time of the core's bookkeeping beside its peers': admission of a prompt, decode step of 256 sequences.
 
-    python bench/bookkeeping.py [--vllm-python PATH] [--policies adaptive,lru] [--rounds 5] [--output FILE]
+    python bench/bookkeeping.py [--vllm-python PATH] [--sglang-python PATH] [--policies adaptive,lru] [--rounds 5]
+                                [--output FILE]
 
 One admission is lease, reserve, commit and release of a 2,048-token list of ints, half of it shared; one decode step is
 `append_many` and `commit_many`. Pools of 65,536 blocks of 16 tokens, once empty at the begin of each round ("fresh"),
 once full, so that every new block evicts one. All sides answer each round in turn, so that whatever else the machine
-does meets all; figures are medians over the rounds, ratios medians of each round's ratio. Without a Python that has
-vLLM, ours alone.
+does meets all; figures are medians over the rounds, ratios (how many times as fast as that peer) medians of each
+round's ratio. A Python that has vLLM's or SGLang's package brings that peer in; what is called there is in
+`bookkeeping_vllm.py` and `bookkeeping_sglang.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +30,7 @@ from looseleaf import CacheConfig, CacheManager, Lease
 from looseleaf.cli.machine import provenance
 
 Figures: TypeAlias = dict[str, float]
-PEER = "vllm"
+PEERS = ("vllm", "sglang")
 NUM_WARM_UP = 2
 """Rounds until every pool is full."""
 
@@ -66,9 +68,9 @@ def measure(cache: CacheManager, number: int) -> Figures:
 
 
 @contextmanager
-def peer(python: Path) -> Iterator[subprocess.Popen[str]]:
-    """vLLM's side in a process of its own, ready to answer."""
-    script = Path(__file__).with_name("bookkeeping_vllm.py")
+def peer(name: str, python: Path) -> Iterator[subprocess.Popen[str]]:
+    """A peer's side in a process of its own."""
+    script = Path(__file__).with_name(f"bookkeeping_{name}.py")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([str(python), str(script)], text=True, **pipes) as process:
         yield process
@@ -81,7 +83,7 @@ def read_line(process: subprocess.Popen[str]) -> dict[str, float]:
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("{"):
         if not line:
-            raise SystemExit("vLLM's side has ended: run bench/bookkeeping_vllm.py by hand to see why")
+            raise SystemExit(f"a peer has ended: run {process.args} by hand to see why")
     figures: dict[str, float] = json.loads(line)
     return figures
 
@@ -100,16 +102,15 @@ def make_cache(policy: str) -> CacheManager:
     return CacheManager(CacheConfig(policy=policy, **size))
 
 
-def run(policies: list[str], rounds: int, process: subprocess.Popen[str] | None) -> dict[str, list[Figures]]:
+def run(policies: list[str], rounds: int, peers: dict[str, subprocess.Popen[str]]) -> dict[str, list[Figures]]:
     """Figures of every side, round by round: by name, and "full" or "fresh"."""
     seen: dict[str, list[Figures]] = {}
-    sides = [*policies, *([PEER] if process else [])]
     for state, num_before in (("full", NUM_WARM_UP), ("fresh", 0)):
         caches = {policy: make_cache(policy) for policy in policies}
         for number in range(num_before + rounds):
-            for name in sides:
-                if process and name == PEER:
-                    figures = ask(process, number, state)
+            for name in (*policies, *peers):
+                if name in peers:
+                    figures = ask(peers[name], number, state)
                 else:
                     figures = measure(caches[name] if state == "full" else make_cache(name), number)
                 if number >= num_before:
@@ -119,35 +120,35 @@ def run(policies: list[str], rounds: int, process: subprocess.Popen[str] | None)
     return seen
 
 
-def summary(seen: dict[str, list[Figures]]) -> dict[str, dict[str, float]]:
-    """Medians, and how many times as fast as the peer."""
+def summary(seen: dict[str, list[Figures]], peers: list[str]) -> dict[str, dict[str, float]]:
+    """Medians, and how many times as fast as each peer."""
     table: dict[str, dict[str, float]] = {}
     for name, rounds in seen.items():
+        side, _, state = name.rpartition(", ")
         table[name] = {key: round(statistics.median(figures[key] for figures in rounds), 1) for key in rounds[0]}
-        theirs_by_round = seen.get(f"{PEER}, {name.rpartition(', ')[2]}")
-        if theirs_by_round is not None:
-            for key, ratio in (("admission_us", "admission_ratio"), ("decode_step_us", "decode_step_ratio")):
-                pairs = zip(rounds, theirs_by_round, strict=True)
-                table[name][ratio] = round(statistics.median(theirs[key] / ours[key] for ours, theirs in pairs), 2)
+        for peer_name in peers if side not in peers else ():
+            for key, what in (("admission_us", "admission"), ("decode_step_us", "decode_step")):
+                pairs = zip(rounds, seen[f"{peer_name}, {state}"], strict=True)
+                ratio = statistics.median(theirs[key] / ours[key] for ours, theirs in pairs)
+                table[name][f"{what}_x_{peer_name}"] = round(ratio, 2)
     return table
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--vllm-python", type=Path)
+    for name in PEERS:
+        parser.add_argument(f"--{name}-python", type=Path)
     parser.add_argument("--policies", default="adaptive,lru")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    policies = arguments.policies.split(",")
-    if arguments.vllm_python is None:
-        version, seen = None, run(policies, arguments.rounds, None)
-    else:
-        with peer(arguments.vllm_python) as process:
-            version = read_line(process)["version"]
-            seen = run(policies, arguments.rounds, process)
-    result = {"provenance": provenance(), "vllm": version, "table": summary(seen), "rounds": seen}
+    pythons = {name: python for name in PEERS if (python := getattr(arguments, f"{name}_python")) is not None}
+    with ExitStack() as stack:
+        peers = {name: stack.enter_context(peer(name, python)) for name, python in pythons.items()}
+        versions = {name: read_line(process)["version"] for name, process in peers.items()}
+        seen = run(arguments.policies.split(","), arguments.rounds, peers)
+    result = {"provenance": provenance(), "peers": versions, "table": summary(seen, list(peers)), "rounds": seen}
     print(json.dumps(result["table"], indent=2))
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,10 +1,10 @@
 """Where the time of a step goes, on the demo model: schedule, inputs, attention, linears, sampling, text, HTTP.
 
-    python bench/step_split.py [--output FILE] [--plot FILE.png] [--before FILE]
+    python bench/step_split.py [--sides reference,looseleaf] [--output FILE] [--plot FILE.png]
 
 Two batches that decode (16 and 32 requests, contexts of 1,024 tokens of which three quarters are common), and a step
-that decodes 16 and computes a cold prompt of 512 tokens beside them. Medians over steps. `--before` draws an earlier
-output beside this one.
+that decodes 16 and computes a cold prompt of 512 tokens beside them. Medians over steps. Sides: as it is served
+(looseleaf), and with torch's own linear layers and the reference attention, which gathers (reference).
 
 schedule    plan and batch, with the cache's part of it        linears    modules with a matrix (attention's and MLPs'
 commit      what was written becomes shareable                            projections, the last one over the vocabulary)
@@ -35,13 +35,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from looseleaf.cli.build import MemorySettings, ModelSettings, Stack, build_stack, load_model
+from looseleaf.cli.build import LoadedModel, MemorySettings, ModelSettings, Stack, build_stack, load_model
 from looseleaf.cli.machine import provenance
 from looseleaf.engine import engine as engine_module
 from looseleaf.engine.config import EngineConfig
 from looseleaf.engine.request import GenerationRequest, OutputDelta
 from looseleaf.engine.sampling import SamplingParams
 from looseleaf.hf import runner as runner_module
+from looseleaf.hf.attention_backend import GatherBackend
+from looseleaf.hf.demo_model import demo_model_dir
+from looseleaf.hf.runner import HFRunner
+from looseleaf.hf.tokenizer import HFTokenizer
 from looseleaf.server.answering import _event
 from looseleaf.server.formats import CompletionFormat
 from looseleaf.server.generation import ChoiceDelta
@@ -198,8 +202,20 @@ class Case:
         return time.perf_counter() - start, deltas
 
 
+def load(model: ModelSettings, memory: MemorySettings, side: str) -> LoadedModel:
+    """The model as it is served, or with torch's own linear layers and the reference attention."""
+    if side == "looseleaf":
+        return load_model(model, memory)
+    source = model.source or demo_model_dir()
+    runner = HFRunner.load(
+        source, kv_memory_bytes=memory.kv_bytes, dtype=model.dtype, backend=GatherBackend(), pack_linears=False
+    )
+    blocks = runner.memory
+    return LoadedModel(side, runner, HFTokenizer.load(source), blocks.num_blocks, blocks.bytes_per_block, runner.close)
+
+
 def plot(figures: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
-    """A stacked bar for each case, those of several runs beside each other."""
+    """A stacked bar for each case, those of several sides beside each other."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -227,35 +243,35 @@ def main() -> int:
     """Measure all cases; print or save the figures and draw them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder or hub id; the demo model without it")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context-tokens", type=int, default=1024, help="of each row; three quarters are common")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG or SVG, by its ending")
-    parser.add_argument("--before", type=Path, help="an earlier output, drawn beside this one")
+    parser.add_argument("--sides", default="looseleaf", help="of these: reference,looseleaf")
     arguments = parser.parse_args()
     memory = MemorySettings(kv_bytes=2**30)
-    model = load_model(ModelSettings(arguments.model, dtype=arguments.dtype), memory)
-    torch.set_num_threads(arguments.threads)
-    figures = {}
-    for name, num_rows, has_chunk in (
-        ("decode 16", 16, False),
-        ("decode 32", 32, False),
-        (f"decode 16 + {CHUNK_TOKENS} tokens", 16, True),
-    ):
-        stack = build_stack(model, memory, EngineConfig(max_running_requests=64))
-        figures[name] = Case(stack, num_rows, arguments.context_tokens, has_chunk).measure(arguments.steps)
-        print(name, figures[name], file=sys.stderr, flush=True)
-    model.close()
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for side in arguments.sides.split(","):
+        model = load(ModelSettings(arguments.model, dtype=arguments.dtype), memory, side)
+        torch.set_num_threads(arguments.threads)
+        figures[side] = {}
+        for name, num_rows, has_chunk in (
+            ("decode 16", 16, False),
+            ("decode 32", 32, False),
+            (f"decode 16 + {CHUNK_TOKENS} tokens", 16, True),
+        ):
+            stack = build_stack(model, memory, EngineConfig(max_running_requests=64))
+            case = Case(stack, num_rows, arguments.context_tokens, has_chunk)
+            figures[side][name] = case.measure(arguments.steps)
+            print(side, name, figures[side][name], file=sys.stderr, flush=True)
+        model.close()
     text = json.dumps({"provenance": provenance(), "threads": arguments.threads, "milliseconds": figures}, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
     if arguments.plot:
-        before = {}
-        if arguments.before:
-            before = {"before": json.loads(arguments.before.read_text(encoding="utf-8"))["milliseconds"]}
-        plot({**before, "after" if before else "": figures}, arguments.plot)
+        plot(figures, arguments.plot)
     print(text)
     return 0
 

@@ -130,7 +130,7 @@ class PackedLinears:
         self._layers: list[_Packed] = []
         uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
         found = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
-        multiplier = _multiplier() if pack and found else None
+        multiplier = compiled_multiplier() if pack and found else None
         if multiplier is not None:
             for module in found:
                 self._pack(module, multiplier, is_kept=uses[id(module.weight)] > 1)
@@ -182,7 +182,7 @@ def _fits(module: nn.Linear) -> bool:
     return is_float32 and weight.numel() > 0 and not module.training
 
 
-def _multiplier() -> Multiplier | None:
+def compiled_multiplier() -> Multiplier | None:
     """What multiplies here, or None: said in the log if only something is missing for it."""
     if not is_known_processor():
         return None
