@@ -9,7 +9,8 @@ c  64 requests of 256 to 1,024 tokens that share nothing; 64 tokens out
 d  conversations of agents (JSON lines of `{"messages": [...]}`), 8 at a time, each turn sent when the last is answered
 
 Requests a to c are all there from the start; 16 run at once. In d a turn goes on from what the engine itself generated,
-and gives as many tokens as the recorded answer, from 8 to 64. Each side is a process of its own; all are there during
+and gives as many tokens as the recorded answer, from 8 to 64; with `--parts N` a repeat serves an Nth of them, each repeat
+others. Each side is a process of its own; all are there during
 the whole run, and take turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the most
 that all processes of a side have resident together, sampled while it serves (what they share counts for each; PSS would
 be fairer, but reading it stops the process for long).
@@ -116,10 +117,11 @@ def _resident_bytes(pid: int) -> int:
 
 
 class Workloads:
-    """Makes the workloads; each repeat has tokens of its own. `scale` below 1 takes fewer requests."""
+    """Makes the workloads; each repeat has tokens of its own. `scale` below 1 takes fewer requests; each repeat takes
+    one of `parts` parts of the conversations."""
 
-    def __init__(self, tokenizer: HFTokenizer, conversations: Path | None, scale: float) -> None:
-        self._scale = scale
+    def __init__(self, tokenizer: HFTokenizer, conversations: Path | None, scale: float, parts: int) -> None:
+        self._scale, self._parts = scale, parts
         self._tokenizer = tokenizer
         self._conversations = [] if conversations is None else self._read(conversations)
 
@@ -132,7 +134,8 @@ class Workloads:
 
         if name == "d":
             head = tokens(16)  # so that the system prompt of another repeat is not found
-            chosen = self._conversations[: self._count(len(self._conversations))]
+            part = self._conversations[repeat % self._parts :: self._parts]
+            chosen = part[: self._count(len(part))]
             talks = [[Turn(head + turns[0].tokens, turns[0].max_tokens), *turns[1:]] for turns in chosen]
             return Workload(name, talks, num_clients=8)
         if name == "c":
@@ -226,6 +229,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=int, default=2, help="GiB of keys and values")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    parser.add_argument("--parts", type=int, default=1, help="d: parts of the conversations, one for each repeat")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -263,7 +267,7 @@ def main() -> int:
     """Run all workloads on all sides; print or save the figures."""
     arguments = parse_arguments()
     model = arguments.model or str(demo_model_dir())
-    workloads = Workloads(HFTokenizer.load(model), arguments.conversations, arguments.scale)
+    workloads = Workloads(HFTokenizer.load(model), arguments.conversations, arguments.scale, arguments.parts)
     names = [name for name in arguments.workloads.split(",") if name != "d" or arguments.conversations]
     sides: list[SideProcess] = []
     report = ""
