@@ -9,11 +9,11 @@ c  64 requests of 256 to 1,024 tokens that share nothing; 64 tokens out
 d  conversations of agents (JSON lines of `{"messages": [...]}`), 8 at a time, each turn sent when the last is answered
 
 Requests a to c are all there from the start; 16 run at once. In d a turn goes on from what the engine itself generated,
-and gives as many tokens as the recorded answer, from 8 to 64; with `--parts N` a repeat serves an Nth of them, each repeat
-others. Each side is a process of its own; all are there during
-the whole run, and take turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the most
-that all processes of a side have resident together, sampled while it serves (what they share counts for each; PSS would
-be fairer, but reading it stops the process for long).
+and gives as many tokens as the recorded answer, from 8 to 64; with `--parts N` a repeat serves an Nth of the
+conversations, the next one other ones. Each side is a process of its own; all are there during the whole run, and take
+turns: workload by workload, repeat by repeat, each repeat with other tokens. Memory: the most that all processes of a
+side have resident together, sampled while it serves (what they share counts for each; PSS would be fairer, but reading
+it stops the process for long).
 """
 
 from __future__ import annotations
