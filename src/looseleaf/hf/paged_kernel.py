@@ -17,11 +17,16 @@ from numba import types
 
 from looseleaf.hf.compiled import NumbaError, address_of, float_rows, integers, pointer, take_next
 from looseleaf.hf.online_softmax import LEAST, LOG2_E, MATH, exponentials, rescale
+from looseleaf.hf.register_tile import PANEL, multiply_rows
 
 __all__ = ["NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
 
 TILE_KEYS: Final = 64
 """Keys whose scores are computed, exponentiated and used together."""
+
+
+PACKED_ROWS: Final = 16
+"""Rows from which on it pays to pack a tile's keys and values into panels (`register_tile`) first."""
 
 
 class Field(IntEnum):
@@ -134,18 +139,27 @@ def _widen(stored: Any, at: Any, first: int, wide: Any, count: int) -> None:
             target[d] = np.uint32(row[d]) << np.uint32(16)
 
 
+@numba.njit(error_model="numpy")
+def _pack(keys: Any, key_at: Any, first_key: int, values: Any, value_at: Any, first_value: int, count: int,
+          key_panels: Any, value_panels: Any) -> None:  # fmt: skip
+    """A tile: keys as panels [TILE_KEYS / PANEL, key_dim, PANEL], values as [value_dim / PANEL, TILE_KEYS, PANEL]."""
+    key_dim, num_value_panels = key_panels.shape[1], len(value_panels)
+    for k in range(count):
+        key, panel, column = keys[key_at[k], first_key : first_key + key_dim], key_panels[k // PANEL], k % PANEL
+        for d in range(key_dim):
+            panel[d, column] = key[d]
+        for p in range(num_value_panels):
+            low = first_value + PANEL * p
+            source, target = values[value_at[k], low : low + PANEL], value_panels[p, k]
+            for d in range(PANEL):
+                target[d] = source[d]
+
+
 @numba.njit(fastmath=MATH, error_model="numpy")
-def _tile(
-    query: Any, keys: Any, key_at: Any, first_key: int, values: Any, value_at: Any, first_value: int, count: int,
-    cap: Any, scores: Any, bits: Any, powers: Any, sums: Any, largest: Any, totals: Any, num_rows: int,
-) -> None:  # fmt: skip
-    """Online softmax of `num_rows` rows over one tile of `count` keys and values."""
-    padded = len(query)
-    for row in range(0, padded, 4):
-        if num_rows == 1:
-            _score_one(query[0], keys, key_at, first_key, scores[0], count)
-        else:
-            _score_four(query[row : row + 4], keys, key_at, first_key, scores[row : row + 4], count)
+def _weigh(
+    scores: Any, count: int, cap: Any, bits: Any, powers: Any, sums: Any, largest: Any, totals: Any, num_rows: int
+) -> None:
+    """Online softmax: scores of a tile to weights, row by row, and sums so far to the same scale."""
     for row in range(num_rows):
         line = scores[row, :count]
         if cap > 0:
@@ -161,6 +175,38 @@ def _tile(
             totals[row] *= factor
             largest[row] = top
         totals[row] += total
+
+
+@numba.njit(error_model="numpy")
+def _tile(
+    query: Any, keys: Any, key_at: Any, first_key: int, values: Any, value_at: Any, first_value: int, count: int,
+    cap: Any, scores: Any, bits: Any, powers: Any, sums: Any, largest: Any, totals: Any, num_rows: int,
+    key_panels: Any, value_panels: Any,
+) -> None:  # fmt: skip
+    """`num_rows` rows over one tile of `count` keys and values: packed, if there is room for the panels."""
+    if len(key_panels):
+        _pack(keys, key_at, first_key, values, value_at, first_value, count, key_panels, value_panels)
+        key_dim, value_dim, pitch = query.shape[1], sums.shape[1], 4 * TILE_KEYS
+        zeros = np.zeros(PANEL, dtype=np.float32)
+        for p in range((count + PANEL - 1) // PANEL):
+            multiply_rows(
+                None, num_rows, 1, query.ctypes.data, 4 * key_dim, key_panels[p].ctypes.data, 4 * PANEL * key_dim,
+                key_dim, zeros.ctypes.data, 0, scores.ctypes.data + 4 * PANEL * p, pitch,
+            )  # fmt: skip
+        _weigh(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
+        for p in range(len(value_panels)):
+            out = sums.ctypes.data + 4 * PANEL * p
+            multiply_rows(
+                None, num_rows, 1, scores.ctypes.data, pitch, value_panels[p].ctypes.data, 4 * PANEL * TILE_KEYS,
+                count, out, 4 * value_dim, out, 4 * value_dim,
+            )  # fmt: skip
+        return
+    for row in range(0, len(query), 4):
+        if num_rows == 1:
+            _score_one(query[0], keys, key_at, first_key, scores[0], count)
+        else:
+            _score_four(query[row : row + 4], keys, key_at, first_key, scores[row : row + 4], count)
+    _weigh(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
     even = num_rows - num_rows % 2
     for row in range(0, even, 2):
         _add_two(scores[row : row + 2], values, value_at, first_value, sums[row : row + 2], count)
@@ -208,6 +254,9 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
     wide = 0 if is_half is None else TILE_KEYS
     wide_keys, wide_values = np.empty((wide, key_dim), dtype=np.float32), np.empty((wide, value_dim), dtype=np.float32)
     in_order = np.arange(TILE_KEYS)
+    packed = TILE_KEYS // PANEL if num_rows >= PACKED_ROWS and value_dim % PANEL == 0 else 0
+    key_panels = np.zeros((packed, key_dim, PANEL), dtype=np.float32)
+    value_panels = np.empty((value_dim // PANEL if packed else 0, TILE_KEYS, PANEL), dtype=np.float32)
     for low in range(first, stop, TILE_KEYS):
         count = min(TILE_KEYS, stop - low)
         for k in range(count):
@@ -217,6 +266,7 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
                 _tile(
                     query[h], keys, at, h * key_dim, values, at, h * value_dim, count,
                     floats[1], scores, bits, powers, sums[h], largest[h], totals[h], num_rows,
+                    key_panels, value_panels,
                 )  # fmt: skip
             else:
                 _widen(keys, at, h * key_dim, wide_keys.view(np.uint32), count)
@@ -224,6 +274,7 @@ def _attend(a: Any, index: int, keys: Any, values: Any, is_half: Any) -> None:
                 _tile(
                     query[h], wide_keys, in_order, 0, wide_values, in_order, 0, count,
                     floats[1], scores, bits, powers, sums[h], largest[h], totals[h], num_rows,
+                    key_panels, value_panels,
                 )  # fmt: skip
     for h in range(num_kv):
         for row in range(num_rows):
