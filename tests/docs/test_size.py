@@ -33,10 +33,10 @@ def test_code_lines_are_counted() -> None:
 
 
 def test_src_stays_within_its_budget() -> None:
-    """docs/decisions/0010, 0011, 0016 and 0019: 17,500 lines of code, the test kit's 2,500 apart, and no file over 500
+    """docs/decisions/0010, 0011, 0016 and 0021: 18,000 lines of code, the test kit's 2,500 apart, and no file over 500
     lines of any kind."""
     texts = {path: path.read_text() for path in SOURCES}
     kit = sum(code_lines(text) for path, text in texts.items() if path.parent.name == "testing")
     assert kit < 2_500
-    assert sum(map(code_lines, texts.values())) - kit < 17_500
+    assert sum(map(code_lines, texts.values())) - kit < 18_000
     assert {path.name: len(text.splitlines()) for path, text in texts.items() if len(text.splitlines()) > 500} == {}
