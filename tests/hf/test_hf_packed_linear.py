@@ -38,7 +38,7 @@ def test_products_are_the_plain_ones() -> None:
 @pytest.mark.parametrize("num_outputs", [5, 16, 200])
 @pytest.mark.parametrize("is_half", [True, False])
 def test_a_row_never_depends_on_the_others(num_outputs: int, is_half: bool) -> None:
-    """[R28] A row's numbers are the same bits alone and beside any number of rows, on any number of threads."""
+    """A row's numbers are the same bits alone and beside any number of rows, on any number of threads."""
     torch.manual_seed(1)
     layer = nn.Linear(50, num_outputs).eval()
     layer.weight.data = layer.weight.bfloat16().float() if is_half else layer.weight.data

@@ -44,7 +44,7 @@ class CpuBackend:
 
     Float32 and bfloat16 memory; what the kernels cannot do (8 bits, float16) goes to the reference. Sums are taken in
     float32. `compiled`: the module `paged_kernel`; `chunk_kernel`: that module. The first use of a machine compiles
-    (about 15 s, kept on disk).
+    (about 30 s, kept on disk).
     """
 
     def __init__(self, compiled: Any, chunk_kernel: Any) -> None:
