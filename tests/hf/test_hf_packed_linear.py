@@ -84,6 +84,30 @@ def test_rows_in_any_order_of_memory() -> None:
         model(torch.randn(3, 40, dtype=torch.float64))
 
 
+@torch.inference_mode()
+def test_a_weight_that_lies_transposed() -> None:
+    """A weight whose numbers do not lie row by row is packed as any other."""
+    layer = nn.Linear(48, 32, bias=False).eval()
+    layer.weight.data = torch.randn(48, 32).T
+    rows, model = torch.randn(5, 48), nn.Sequential(layer)
+    wanted = model(rows)
+    assert PackedLinears(model).num_layers == 1
+    torch.testing.assert_close(model(rows), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_what_does_not_compile_stays_plain(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A product that cannot be compiled costs speed and a line in the log, not the model."""
+
+    def fails(self: object, dtype: torch.dtype) -> None:
+        raise RuntimeError("the product does not compile: for the test")
+
+    monkeypatch.setattr(packed_linear.Multiplier, "prepare", fails)
+    model = layers()
+    assert PackedLinears(model).num_layers == 0
+    assert not any(weight.isnan().any() for weight in model.parameters())
+    assert "for the test" in caplog.text
+
+
 def test_without_numba_layers_stay_plain(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """No compiled product: nothing is packed, and the log says what to install."""
     monkeypatch.setitem(sys.modules, "looseleaf.hf.matrix_kernel", None)

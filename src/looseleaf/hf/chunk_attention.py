@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
@@ -14,8 +15,6 @@ from looseleaf.hf.attention_backend import AttentionCall, read_chunk
 from looseleaf.hf.openmp import Threads
 from looseleaf.hf.step_plan import PrefillChunk
 from looseleaf.tensors import KVMemory
-
-LOG2_E: Final = 1.4426950408889634
 
 TILE_ROWS: Final = 128
 """Rows of the kernel, query heads of a token counted, that attend together: their numbers fit a core's own cache."""
@@ -71,7 +70,7 @@ class ChunkAttention:
 def score_factors(call: AttentionCall) -> npt.NDArray[np.float32]:
     """Factor on scores (so that weights are powers of 2, or arguments of the soft cap), and the soft cap or 0."""
     scale = call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
-    factor = scale / call.softcap if call.softcap else scale * LOG2_E
+    factor = scale / call.softcap if call.softcap else scale / math.log(2)
     return np.array([factor, call.softcap or 0.0], dtype=np.float32)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from looseleaf.hf.compiled import NumbaError, address_of, float_rows, integers, pointer, take_next
-from looseleaf.hf.online_softmax import LEAST, LOG2_E, MATH, exponentials, rescale
+from looseleaf.hf.online_softmax import LEAST, LOG2_E, weigh
 from looseleaf.hf.register_tile import PANEL, multiply_rows
 
 __all__ = ["NUM_FIELDS", "PACKED_KEYS", "PANEL", "Field", "NumbaError", "address_of", "attend_chunk", "pack_chunk"]
@@ -100,27 +100,6 @@ def _pack(a: Any, index: int) -> None:
                 target[d] = source[d]
 
 
-@numba.njit(fastmath=MATH, error_model="numpy")
-def _weigh(
-    line: Any, low: int, high: int, cap: Any, bits: Any, powers: Any, sums: Any, largest: Any, total: Any
-) -> Any:
-    """Scores `line[low:high]` of one row to weights, the others to 0; gives the row's new largest score and total."""
-    line[:low] = 0
-    line[high:] = 0
-    seen, top = line[low:high], largest
-    if cap > 0:
-        for k in range(len(seen)):
-            seen[k] = np.float32(LOG2_E) * cap * np.tanh(seen[k])
-    for k in range(len(seen)):
-        top = max(top, seen[k])
-    added = exponentials(seen, bits, powers, top)
-    if top > largest:
-        factor = np.float32(2.0) ** max(largest - top, np.float32(-126.0))
-        rescale(sums, factor)
-        total *= factor
-    return top, total + added
-
-
 @numba.njit(error_model="numpy")
 def _attend(a: Any, index: int) -> None:
     """Piece number `index`: one tile of query tokens with one K/V head. The last tiles, which see most, come first."""
@@ -152,12 +131,13 @@ def _attend(a: Any, index: int) -> None:
                 key_bytes, key_dim, zeros.ctypes.data, 0, scores.ctypes.data + 4 * PANEL * panel, pitch,
             )  # fmt: skip
         for row in range(num_rows):
-            first = max(firsts[row // sharing] - low, 0)
+            first = min(max(firsts[row // sharing] - low, 0), count)
             stop = max(min(stops[row // sharing] - low, count), first)
-            largest[row], totals[row] = _weigh(
-                scores[row, :count], min(first, count), min(stop, count), floats[1], bits, powers, sums[row],
-                largest[row], totals[row],
-            )  # fmt: skip
+            scores[row, :first] = 0
+            scores[row, stop:count] = 0
+            largest[row], totals[row] = weigh(
+                scores[row, first:stop], floats[1], bits, powers, sums[row], largest[row], totals[row]
+            )
         for panel in range(value_dim // PANEL):
             out = sums.ctypes.data + 4 * PANEL * panel
             multiply_rows(

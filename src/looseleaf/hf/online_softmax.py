@@ -44,7 +44,21 @@ def exponentials(scores: Any, bits: Any, powers: Any, largest: Any) -> Any:
 
 
 @numba.njit(fastmath=MATH, error_model="numpy")
-def rescale(sums: Any, factor: Any) -> None:
-    """sums *= factor."""
-    for d in range(len(sums)):
-        sums[d] *= factor
+def weigh(line: Any, cap: Any, bits: Any, powers: Any, sums: Any, largest: Any, total: Any) -> Any:
+    """Scores `line` of one row to weights, in place; its `sums` so far to the same scale. `cap`: soft cap, or 0.
+
+    Gives the row's largest score and total of weights, both so far.
+    """
+    if cap > 0:
+        for k in range(len(line)):
+            line[k] = np.float32(LOG2_E) * cap * np.tanh(line[k])
+    top = largest
+    for k in range(len(line)):
+        top = max(top, line[k])
+    added = exponentials(line, bits, powers, top)
+    if top > largest:
+        factor = np.float32(2.0) ** max(largest - top, np.float32(-126.0))
+        total *= factor
+        for d in range(len(sums)):
+            sums[d] *= factor
+    return top, total + added

@@ -61,7 +61,7 @@ class Multiplier:
         whole = kept if num_outputs % self.panel == 0 else kept.new_zeros(num_panels * self.panel, depth)
         if whole is not kept:
             whole[:num_outputs] = kept
-        return whole.view(num_panels, self.panel, depth).transpose(1, 2).contiguous()
+        return whole.reshape(num_panels, self.panel, depth).transpose(1, 2).contiguous()
 
     def unpack(self, panels: torch.Tensor, num_outputs: int) -> torch.Tensor:
         """The weight float32 [N, K] that `pack` got, to the bit."""
@@ -132,8 +132,11 @@ class PackedLinears:
         found = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
         multiplier = compiled_multiplier() if pack and found else None
         if multiplier is not None:
-            for module in found:
-                self._pack(module, multiplier, is_kept=uses[id(module.weight)] > 1)
+            try:
+                for module in found:
+                    self._pack(module, multiplier, is_kept=uses[id(module.weight)] > 1)
+            except (RuntimeError, OSError) as error:  # it cannot compile; what is packed already stays so
+                _LOG.warning("linear layers stay plain: %s", error)
 
     @property
     def num_layers(self) -> int:

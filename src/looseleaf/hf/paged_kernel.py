@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from looseleaf.hf.compiled import NumbaError, address_of, float_rows, integers, pointer, take_next
-from looseleaf.hf.online_softmax import LEAST, LOG2_E, MATH, exponentials, rescale
+from looseleaf.hf.online_softmax import LEAST, LOG2_E, MATH, weigh
 from looseleaf.hf.register_tile import PANEL, multiply_rows
 
 __all__ = ["NUM_FIELDS", "Field", "NumbaError", "address_of", "attend_bfloat16", "attend_float32", "merge"]
@@ -155,26 +155,12 @@ def _pack(keys: Any, key_at: Any, first_key: int, values: Any, value_at: Any, fi
                 target[d] = source[d]
 
 
-@numba.njit(fastmath=MATH, error_model="numpy")
-def _weigh(
+@numba.njit(error_model="numpy")
+def _weigh_all(
     scores: Any, count: int, cap: Any, bits: Any, powers: Any, sums: Any, largest: Any, totals: Any, num_rows: int
 ) -> None:
-    """Online softmax: scores of a tile to weights, row by row, and sums so far to the same scale."""
     for row in range(num_rows):
-        line = scores[row, :count]
-        if cap > 0:
-            for k in range(count):
-                line[k] = np.float32(LOG2_E) * cap * np.tanh(line[k])
-        top = largest[row]
-        for k in range(count):
-            top = max(top, line[k])
-        total = exponentials(line, bits, powers, top)
-        if top > largest[row]:
-            factor = np.float32(2.0) ** max(largest[row] - top, np.float32(-126.0))
-            rescale(sums[row], factor)
-            totals[row] *= factor
-            largest[row] = top
-        totals[row] += total
+        largest[row], totals[row] = weigh(scores[row, :count], cap, bits, powers, sums[row], largest[row], totals[row])
 
 
 @numba.njit(error_model="numpy")
@@ -193,7 +179,7 @@ def _tile(
                 None, num_rows, 1, query.ctypes.data, 4 * key_dim, key_panels[p].ctypes.data, 4 * PANEL * key_dim,
                 key_dim, zeros.ctypes.data, 0, scores.ctypes.data + 4 * PANEL * p, pitch,
             )  # fmt: skip
-        _weigh(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
+        _weigh_all(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
         for p in range(len(value_panels)):
             out = sums.ctypes.data + 4 * PANEL * p
             multiply_rows(
@@ -206,7 +192,7 @@ def _tile(
             _score_one(query[0], keys, key_at, first_key, scores[0], count)
         else:
             _score_four(query[row : row + 4], keys, key_at, first_key, scores[row : row + 4], count)
-    _weigh(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
+    _weigh_all(scores, count, cap, bits, powers, sums, largest, totals, num_rows)
     even = num_rows - num_rows % 2
     for row in range(0, even, 2):
         _add_two(scores[row : row + 2], values, value_at, first_value, sums[row : row + 2], count)
